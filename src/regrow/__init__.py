@@ -1,0 +1,41 @@
+"""regrow: activation recomputation that a scheduler can control.
+
+Names are looked up when they are first used, so importing regrow imports no framework.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "regrow._core.faults",
+    "FrameBusyError": "regrow._core.faults",
+    "InputChangedError": "regrow._core.faults",
+    "NestedFrameError": "regrow._core.faults",
+    "RegrowError": "regrow.errors",
+    "ReplayMismatchError": "regrow._core.faults",
+    "ValueChangedError": "regrow._core.faults",
+    "apply_checkpointing": "regrow.wrappers",
+    "checkpoint": "regrow.call",
+    "checkpoint_wrapper": "regrow.wrappers",
+    "clear_recompute_session": "regrow.scheduling",
+    "create_selective_checkpoint_contexts": "regrow._core.selective",
+    "is_recomputing": "regrow._core.replaying",
+    "recompute_handle": "regrow.scheduling",
+    "recompute_handle_collector_ctx": "regrow.scheduling",
+    "recompute_session_ctx": "regrow.scheduling",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'regrow' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(home), name)
+    return found
+
+
+def __dir__():
+    return sorted({*globals(), *_HOMES})

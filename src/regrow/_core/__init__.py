@@ -1,0 +1,1 @@
+"""What every engine shares. Must never import an engine."""

@@ -1,0 +1,39 @@
+"""The collector: handles of the calls made inside a context, in forward order. Must never hold a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from regrow._core import replaying
+from regrow._core.frame import Frame, Handle
+
+_innermost: ContextVar[list[Handle] | None] = ContextVar("regrow_collector", default=None)
+
+
+@contextmanager
+def collector() -> Iterator[list[Handle]]:
+    """A list that fills with a handle per call made inside."""
+    handles: list[Handle] = []
+    token = _innermost.set(handles)
+    try:
+        yield handles
+    finally:
+        _innermost.reset(token)
+
+
+def add(frame: Frame) -> tuple[list[Handle], Handle] | None:
+    """Give the innermost collector a handle, unless the call is made by a replay; return what `discard` needs."""
+    handles = _innermost.get()
+    if handles is None or replaying.thread.label is not None:
+        return None
+    handle = Handle(frame)
+    handles.append(handle)
+    return handles, handle
+
+
+def discard(entry: tuple[list[Handle], Handle] | None) -> None:
+    """Take a handle out again: its forward raised, or left nothing to replay."""
+    if entry is not None and entry[1] in entry[0]:
+        entry[0].remove(entry[1])

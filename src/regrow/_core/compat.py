@@ -1,0 +1,160 @@
+"""Every private torch name, one shim each: why it is needed, and what deletes it. Must never hold behaviour of ours.
+
+A name that is missing is found here, when regrow is first used, and named with the torch version that lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_OUR_HOOKS = ("regrow._engines.hooks.pack", "regrow._engines.hooks.refill")
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def _private(module: str, path: str, why: str) -> Any:
+    found: Any = import_module(module)
+    try:
+        for part in path.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ImportError(
+            f"regrow needs {module}.{path} ({why}), which torch {torch.__version__} does not have. "
+            "Install a torch version in the range that regrow declares, or report this version."
+        ) from None
+    return found
+
+
+# Which backward is running: the owner of a replay outside sessions. Deleted by a public id of the graph task.
+graph_task_id: Callable[[], int] = _private("torch._C", "_current_graph_task_id", "it tells backward calls apart")
+
+# Whether the running backward keeps its graph: then nothing else frees a value that was read.
+# Deleted by a public query of retain_graph.
+graph_task_keeps_graph: Callable[[], bool] = _private(
+    "torch._C._autograd", "_get_current_graph_task_keep_graph", "it tells whether backward frees its graph"
+)
+
+# Runs a callable when the current graph task ends, and drops it when the task dies, on errors too.
+# Deleted by a public end-of-backward callback.
+at_graph_task_end: Callable[[Callable[[], None]], None] = _private(
+    "torch.autograd.variable", "Variable._execution_engine.queue_callback", "it tells when a backward has ended"
+)
+
+_top_hooks: Callable[[bool], Hooks | None] = _private(
+    "torch._C._autograd", "_top_saved_tensors_default_hooks", "it finds the hooks that surround a call"
+)
+
+_make_saved_tensor: Callable[..., Any] = _private(
+    "torch._C._autograd", "_make_saved_tensor", "it saves inputs through surrounding hooks"
+)
+
+# True under vmap, grad and the other torch.func transforms, which forbid saved-tensor hooks.
+# Deleted by hooks that work there.
+functorch_active: Callable[[], bool] = _private(
+    "torch._C", "_are_functorch_transforms_active", "torch.func transforms forbid saved-tensor hooks"
+)
+
+# The function modes of this thread, innermost last. Deleted by a public view of the stack.
+function_mode_count: Callable[[], int] = _private(
+    "torch._C", "_len_torch_function_stack", "it finds function modes around a call"
+)
+_push_function_mode: Callable[[Any], None] = _private(
+    "torch._C", "_push_on_torch_function_stack", "it re-enters function modes for a replay"
+)
+_pop_function_mode: Callable[[], Any] = _private(
+    "torch._C", "_pop_torch_function_stack", "it re-enters function modes for a replay"
+)
+_function_mode_at: Callable[[int], Any] = _private(
+    "torch._C", "_get_function_stack_at", "it finds function modes around a call"
+)
+
+_get_dispatch_mode: Callable[[Any], Any] = _private("torch._C", "_get_dispatch_mode", "it tells whether torch traces")
+_PROXY: Any = _private("torch._C", "_TorchDispatchModeKey.PROXY", "it tells whether torch traces")
+
+_ExcludeKey: Any = _private("torch._C", "_SetExcludeDispatchKeyGuard", "kept values share their version counter")
+_VIEW_KEY: Any = _private("torch._C", "DispatchKey.ADInplaceOrView", "kept values share their version counter")
+
+# Containers that torch and its users registered, so that tensors inside them are found.
+# Deleted by a public torch.utils.pytree.
+_pytree_nodes: dict[Any, Any] = _private("torch.utils._pytree", "SUPPORTED_NODES", "it finds tensors in containers")
+
+# What an operator in a selective policy can be. Deleted by a public name of either class.
+OpOverload: Any = _private("torch._ops", "OpOverload", "selective policies name operators")
+HigherOrderOperator: Any = _private("torch._ops", "HigherOrderOperator", "selective policies name operators")
+
+
+def surrounding_hooks() -> Hooks | None:
+    """The innermost saved-tensor hooks of this thread. Deleted by a public getter."""
+    return _top_hooks(True)
+
+
+def user_hooks() -> Hooks | None:
+    """The innermost saved-tensor hooks, unless they are those of a checkpoint, ours or torch's."""
+    hooks = surrounding_hooks()
+    if hooks is None or getattr(hooks[0], "__module__", "") in ("torch.utils.checkpoint", *_OUR_HOOKS):
+        return None
+    return hooks
+
+
+def save_tensor(tensor: torch.Tensor) -> Any:
+    """A saved tensor as an autograd node would hold it, through the surrounding hooks; ``.unpack()`` gives it back.
+
+    Deleted by a public way to save a tensor outside a node.
+    """
+    return _make_saved_tensor(tensor, is_output=False)
+
+
+def tracing() -> bool:
+    """True while dynamo, export or AOTAutograd traces: a graph is recorded, nothing is executed for good."""
+    return torch.compiler.is_compiling() or _get_dispatch_mode(_PROXY) is not None
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The function modes of this thread, outermost first."""
+    return tuple(_function_mode_at(depth) for depth in range(function_mode_count()))
+
+
+def swap_function_modes(depth: int, modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace what lies above ``depth`` on this thread's stack of function modes; return what lay there."""
+    above = tuple(_pop_function_mode() for _ in range(function_mode_count() - depth))[::-1]
+    for mode in modes:
+        _push_function_mode(mode)
+    return above
+
+
+def container_node(kind: type) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """How to take a registered container apart and put it together; None for what is no container."""
+    node = _pytree_nodes.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias that shares the version counter also inside a dispatch mode, where ``detach`` alone does not.
+
+    Deleted by a version counter that detach always shares.
+    """
+    with _ExcludeKey(_VIEW_KEY, False):
+        return tensor.detach()
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What is equal for tensors that share memory; None where a tensor has no storage of its own.
+
+    Deleted by a public identity of storages.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The counter of in-place changes; -1 for an inference tensor, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1

@@ -1,0 +1,87 @@
+"""What a replay can find wrong, as errors that are torch's as well as regrow's. Must never format on the hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch.utils.checkpoint
+
+from regrow import errors
+
+
+class CheckpointError(errors.RegrowError, torch.utils.checkpoint.CheckpointError):
+    """A checkpointed call cannot be replayed, or its replay differs from its forward.
+
+    Attributes:
+        label: the checkpointed function, with its module path where known.
+    """
+
+    def __init__(self, message: str, *, label: str = "") -> None:
+        super().__init__(message)
+        self.label = label
+
+
+class FrameBusyError(CheckpointError):
+    """Another session is active on the call. Nothing was changed.
+
+    Attributes:
+        owner: the id of the session that is active.
+        wanted: the id of the session that was refused.
+    """
+
+    def __init__(self, label: str, owner: Hashable, wanted: Hashable) -> None:
+        super().__init__(errors.busy_frame(label, owner, wanted), label=label)
+        self.owner = owner
+        self.wanted = wanted
+
+
+class NestedFrameError(CheckpointError):
+    """A checkpointed call was made inside the scheduled replay of another.
+
+    Attributes:
+        outer: the call that was being replayed.
+    """
+
+    def __init__(self, label: str, outer: str) -> None:
+        super().__init__(errors.nested_frame(label, outer), label=label)
+        self.outer = outer
+
+
+class InputChangedError(CheckpointError):
+    """An input was changed in place between forward and replay.
+
+    Attributes:
+        names: the arguments, as written in the call.
+    """
+
+    def __init__(self, label: str, names: list[str], details: list[str]) -> None:
+        super().__init__(errors.changed_input(label, names, details), label=label)
+        self.names = names
+
+
+class ValueChangedError(CheckpointError):
+    """A tensor saved for backward is overwritten later in the same function.
+
+    Attributes:
+        index: which saved tensor, in the order forward saved them.
+    """
+
+    def __init__(self, label: str, index: int) -> None:
+        super().__init__(errors.changed_value(label, index), label=label)
+        self.index = index
+
+
+class ReplayMismatchError(CheckpointError):
+    """The replay saved other tensors than forward did.
+
+    Attributes:
+        forward: how many tensors forward saved.
+        replay: how many the replay saved; with early stop it is not asked for more than forward had.
+        indices: the saved tensors that differ, in the order forward saved them.
+    """
+
+    def __init__(self, message: str, *, label: str, forward: int, replay: int, indices: tuple[int, ...]) -> None:
+        super().__init__(message, label=label)
+        self.forward = forward
+        self.replay = replay
+        self.indices = indices

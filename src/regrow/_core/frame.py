@@ -1,0 +1,85 @@
+"""Frame: one checkpointed call, and the replays made of it. Abstract: an engine says how a call is replayed.
+
+Who holds whom, so that no cycle is left to the garbage collector:
+
+    autograd graph --> frame --> function, inputs, surroundings
+    handle, session  - - weak - - > frame
+    frame --> session (while bound)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from regrow import errors
+from regrow._core.lifecycle import Reason, Replay
+
+if TYPE_CHECKING:
+    from regrow._core.session import Session
+
+# Whose replay it is: a session, the id of a graph task, or an object of its own for a read outside backward.
+Owner = Any
+
+
+class Frame(ABC):
+    """One checkpointed call.
+
+    Attributes:
+        label: the function, with its module path where known.
+        bound: the session the call belongs to, from prefire or creation until clear.
+        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7).
+        consume: whether a read lets the value go. Read without a lock (Rule 7).
+        complete: whether forward has returned.
+        replays: what was replayed, by owner.
+        lock: held while the call is replayed, never together with the control lock.
+    """
+
+    __slots__ = ("__weakref__", "active_session", "bound", "complete", "consume", "label", "lock", "replays")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.bound: Session | None = None
+        self.active_session: Session | None = None
+        self.consume = False
+        self.complete = False
+        self.replays: dict[Owner, Replay] = {}
+        self.lock = threading.RLock()
+
+    @abstractmethod
+    def prefire(self, session: Session) -> None:
+        """Replay now for a session; nothing happens if that was done already."""
+
+    @abstractmethod
+    def release(self, owner: Owner, reason: Reason) -> None:
+        """Drop what the replay for an owner holds. The only door out."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what was kept in forward for the replays of this call; they run everything again."""
+
+
+class Handle:
+    """A checkpointed call as a scheduler sees it: opaque.
+
+    Memory: keeps neither the call nor any tensor alive.
+    """
+
+    __slots__ = ("__weakref__", "_frame", "_label")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = weakref.ref(frame)
+        self._label = frame.label
+
+    def __repr__(self) -> str:
+        return f"<handle of {self._label}>"
+
+
+def frame_of(handle: Handle) -> Frame:
+    """The frame behind a handle; RuntimeError if its graph has died."""
+    frame = handle._frame()
+    if frame is None:
+        raise RuntimeError(errors.released_frame(handle._label))
+    return frame

@@ -1,0 +1,50 @@
+"""The inputs of a call, held from forward to the last replay as autograd would hold them. Must never copy one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regrow._core import compat
+from regrow._core.faults import InputChangedError
+from regrow._core.trees import Template
+
+
+class Inputs:
+    """The tensors of a call and the template to put them back into.
+
+    Under saved-tensor hooks (``save_on_cpu``, a surrounding checkpoint) the tensors are saved through them, like any
+    tensor a node saves; without hooks they are held with their version, to notice an in-place change.
+
+    Memory: holds the tensors, or what the hooks made of them, until the frame dies.
+    """
+
+    __slots__ = ("_held", "_template", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], template: Template) -> None:
+        self._template = template
+        self._held: list[Any] = tensors
+        self._versions: list[int] | None = None
+        if compat.surrounding_hooks() is None:
+            self._versions = [compat.version_of(tensor) for tensor in tensors]
+        else:
+            self._held = [compat.save_tensor(tensor) for tensor in tensors]
+
+    def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
+        if self._versions is None:
+            return self._template.fill([saved.unpack() for saved in self._held])
+        now = [compat.version_of(tensor) for tensor in self._held]
+        if now != self._versions:
+            raise self._changed(label, now, self._versions)
+        return self._template.fill(self._held)
+
+    def _changed(self, label: str, now: list[int], then: list[int]) -> InputChangedError:
+        names = self._template.names(len(now))
+        moved = [index for index in range(len(now)) if now[index] != then[index]]
+        return InputChangedError(
+            label,
+            [names[index] for index in moved],
+            [f"version {then[index]} before forward, {now[index]} now" for index in moved],
+        )

@@ -1,0 +1,59 @@
+"""The life of one replay, as a table of legal moves. Must never hold a tensor.
+
+    RUNNING --> HELD --> RELEASED
+       |                    ^
+       '--------------------'
+        the function raised
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class State(Enum):
+    """Where a replay is in its life."""
+
+    RUNNING = auto()
+    HELD = auto()
+    RELEASED = auto()
+
+
+class Reason(Enum):
+    """Why a replay was released."""
+
+    CLEARED = "cleared"
+    ENDED = "its backward ended"
+    FAILED = "failed"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.RUNNING: frozenset({State.HELD, State.RELEASED}),
+    State.HELD: frozenset({State.RELEASED}),
+    State.RELEASED: frozenset(),
+}
+
+
+class Replay:
+    """One re-execution of a call and what it brought back, for one owner.
+
+    Attributes:
+        state: only `advance` moves it.
+        reason: why it was released; None before.
+        stale: indices of saved tensors that their own function overwrote after they were saved.
+    """
+
+    __slots__ = ("__weakref__", "reason", "stale", "state", "watch")
+
+    def __init__(self) -> None:
+        self.state = State.RUNNING
+        self.reason: Reason | None = None
+        self.stale: tuple[int, ...] = ()
+        self.watch: object = None  # keeps the weak reference to the end of a graph task alive
+
+    def advance(self, state: State, reason: Reason | None = None) -> None:
+        """Make a legal move; an illegal one raises and changes nothing."""
+        if state not in MOVES[self.state]:
+            raise AssertionError(f"a replay cannot go from {self.state.name} to {state.name}")
+        self.state = state
+        self.reason = reason

@@ -1,0 +1,324 @@
+"""Selective checkpointing: a policy keeps the results of some operators, and replays read them. Knows no engine.
+
+    forward   Keep    runs every operator, asks the policy, keeps or does not, in one list in order
+    replay    Recall  walks the list: a kept result instead of the operator, the generator moved as in forward
+
+Operators that return an alias or write into an argument always run again: they cost little or change state, and a
+replay that skips them would read values nobody made. They are not in the list, nor are operators without tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from regrow._core import compat, devices
+from regrow._core.faults import CheckpointError
+
+_KEEP = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
+_RUN = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
+# Autocast casts a parameter once and remembers it, so one of the two runs may lack the cast.
+_CAST: Any = torch.ops.aten._to_copy.default
+
+Policy = Callable[..., CheckpointPolicy | bool]
+
+
+class KeptTensor:
+    """One kept tensor: an alias with its version, or what the surrounding saved-tensor hooks made of it."""
+
+    __slots__ = ("_unpack", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> None:
+        self._version = compat.version_of(tensor)
+        self._unpack = None if hooks is None else hooks[1]
+        self._value: Any = compat.alias(tensor) if hooks is None else hooks[0](compat.alias(tensor))
+
+    def intact(self) -> bool:
+        """Whether the value is still what it was; what hooks packed is theirs to keep."""
+        return self._unpack is not None or compat.version_of(self._value) == self._version
+
+    def read(self) -> torch.Tensor:
+        """A fresh alias."""
+        return compat.alias(self._value if self._unpack is None else self._unpack(self._value))
+
+    def protect(self) -> None:
+        """Copy the value: its storage is about to be written."""
+        if self._unpack is None and self.intact():
+            self._value = self._value.clone()
+            self._version = compat.version_of(self._value)
+
+
+class Entry:
+    """One operator of forward: what it was, and what was kept of it.
+
+    Attributes:
+        kept: its results with `KeptTensor` for tensors; None if it runs again.
+        drawn: the generator state it left behind, if it is kept and draws random numbers.
+        parameter: the argument of a cast that autocast may remember.
+    """
+
+    __slots__ = ("drawn", "func", "kept", "parameter")
+
+    def __init__(self, func: Any, parameter: ref[torch.Tensor] | None) -> None:
+        self.func = func
+        self.kept: Any = None
+        self.drawn: tuple[torch.device, torch.Tensor] | None = None
+        self.parameter = parameter
+
+
+class Kept:
+    """What one call keeps. Belongs to its frame: filled in forward, read by every replay.
+
+    Memory: holds the kept results until the frame's graph dies or its session is cleared.
+    """
+
+    __slots__ = ("by_storage", "entries", "label", "preserve_rng")
+
+    def __init__(self) -> None:
+        self.label = "selective checkpointing"
+        self.entries: list[Entry] | None = []
+        self.by_storage: dict[int, list[KeptTensor]] = {}
+        self.preserve_rng = True
+
+    def forget(self) -> None:
+        """Let go of everything; later replays run every operator."""
+        self.entries = None
+        self.by_storage = {}
+
+    def keep(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> KeptTensor:
+        """Keep one tensor, findable by its storage."""
+        kept = KeptTensor(tensor, hooks)
+        storage = compat.storage_key(tensor)
+        if storage is not None:
+            self.by_storage.setdefault(storage, []).append(kept)
+        return kept
+
+    def protect(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Copy kept values that an operator is about to overwrite."""
+        if self.by_storage:
+            for tensor in _written(func, args, kwargs):
+                storage = compat.storage_key(tensor)
+                for kept in self.by_storage.pop(storage, ()) if storage is not None else ():
+                    kept.protect()
+
+
+class Keep(TorchDispatchMode):
+    """The mode of forward."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: Policy, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.hooks: compat.Hooks | None = None
+        self._policy = policy
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; keep its result if the policy says so."""
+        kwargs = kwargs or {}
+        if _runs_always(func):
+            self.kept.protect(func, args, kwargs)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        entries = self.kept.entries
+        if entries is None or not _leaves(out):
+            return out
+        entry = Entry(func, _parameter(func, args))
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        if _keeps(self._policy(context, func, *args, **kwargs), func):
+            entry.kept = _map(out, lambda tensor: self.kept.keep(tensor, self.hooks))
+            entry.drawn = _generator_after(func, out, kwargs)
+        entries.append(entry)
+        return out
+
+
+class Recall(TorchDispatchMode):
+    """The mode of a replay: one walk over what forward kept. Enter it anew for every replay."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self._entries: list[Entry] | None = None
+        self._next = 0
+
+    def __enter__(self) -> Recall:
+        """Start at forward's first operator."""
+        self._entries = self.kept.entries
+        self._next = 0
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Give what forward kept, or run the operator."""
+        kwargs = kwargs or {}
+        if _runs_always(func):
+            self.kept.protect(func, args, kwargs)
+            return func(*args, **kwargs)
+        entry = self._find(func, args) if self._entries is not None else None
+        if entry is None or entry.kept is None or not all(kept.intact() for kept in _leaves(entry.kept)):
+            return func(*args, **kwargs)
+        if entry.drawn is not None and self.kept.preserve_rng:
+            devices.set_rng_state(*entry.drawn)
+        return _map(entry.kept, KeptTensor.read)
+
+    def _find(self, func: Any, args: Sequence[Any]) -> Entry | None:
+        entries = self._entries or []
+        parameter = _parameter(func, args)
+        index = self._next
+        while index < len(entries):
+            entry = entries[index]
+            if entry.func == func and _same_parameter(entry.parameter, parameter):
+                self._next = index + 1
+                return entry
+            if entry.func != _CAST or entry.parameter is None:
+                break
+            index += 1  # forward cast a parameter that autocast still remembers here
+        if parameter is not None:
+            return None  # autocast remembered this cast in forward
+        if _tensorless(func):
+            return None
+        ran = str(entries[self._next].func) if self._next < len(entries) else "nothing"
+        raise CheckpointError(
+            f"{self.kept.label}: operator {self._next} of the replay is {func}, forward ran {ran} there. "
+            "With selective checkpointing the function must run the same operators again: "
+            "does it branch on state that changed since forward?",
+            label=self.kept.label,
+        )
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Policy | list[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Two contexts that keep the results of some operators, for ``checkpoint(..., context_fn=...)``.
+
+    The arguments are those of torch's function of the same name, the cache is regrow's own: second backwards, several
+    passes and random operators are right.
+
+    Args:
+        policy_fn_or_list: ``policy_fn(ctx, op, *args, **kwargs)`` that returns a
+            ``torch.utils.checkpoint.CheckpointPolicy`` or a bool (True keeps), or a list of operators to keep.
+            It is asked in forward only, once per operator that returns new tensors; ``ctx.op_output`` is the result.
+        allow_cache_entry_mutation: accepted for torch's signature and without effect: a kept value that is changed in
+            place keeps what it was.
+
+    Returns:
+        The context of forward and the context of the replay. Make a new pair for every call.
+
+    Raises:
+        ValueError: an entry of the list is no ``OpOverload``, or the policy returned a value that cannot be honoured.
+        TypeError: neither a function nor a list.
+
+    Memory: kept results live until the graph of the call dies or its session is cleared. They pass through
+        saved-tensor hooks that surround the call.
+
+    Source: torch 2.13, utils/checkpoint.py, ``create_selective_checkpoint_contexts``.
+    """
+    policy = _policy_of(policy_fn_or_list)
+    kept = Kept()
+    return Keep(policy, kept), Recall(kept)
+
+
+def _policy_of(policy_fn_or_list: Policy | list[Any]) -> Policy:
+    if isinstance(policy_fn_or_list, list):
+        return _ListPolicy(policy_fn_or_list)
+    if not callable(policy_fn_or_list):
+        raise TypeError(
+            f"policy_fn_or_list must be a function or a list of operators, got {type(policy_fn_or_list).__name__}."
+        )
+    return policy_fn_or_list
+
+
+class _ListPolicy:
+    def __init__(self, operators: list[Any]) -> None:
+        for op in operators:
+            if not isinstance(op, (compat.OpOverload, compat.HigherOrderOperator)):
+                overload = f" Name an overload, such as {op}.default." if hasattr(op, "overloads") else ""
+                raise ValueError(f"policy_fn_or_list: {op!r} is no OpOverload but {type(op).__name__}.{overload}")
+        self._operators = frozenset(operators)
+
+    def __call__(self, ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps(answer: object, func: Any) -> bool:
+    if isinstance(answer, bool):
+        return answer
+    if answer in _KEEP:
+        return True
+    if answer in _RUN:
+        return False
+    raise ValueError(
+        f"policy_fn returned {answer!r} for {func}, which regrow cannot honour. Return a bool, or one of MUST_SAVE, "
+        "PREFER_SAVE, MUST_RECOMPUTE, PREFER_RECOMPUTE; to keep values on the CPU, keep them under "
+        "torch.autograd.graph.save_on_cpu()."
+    )
+
+
+@lru_cache(maxsize=4096)
+def _runs_always(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return bool(schema.is_mutable) or any(value.alias_info is not None for value in schema.returns)
+
+
+@lru_cache(maxsize=4096)
+def _tensorless(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and not any("Tensor" in str(value.type) for value in schema.returns)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    named = list(zip(func._schema.arguments, args, strict=False))
+    named += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [tensor for value in written for tensor in _leaves(value)]
+
+
+def _parameter(func: Any, args: Sequence[Any]) -> ref[torch.Tensor] | None:
+    if func is _CAST and args and isinstance(args[0], torch.Tensor) and args[0].is_leaf and args[0].requires_grad:
+        return ref(args[0])
+    return None
+
+
+def _same_parameter(forward: ref[torch.Tensor] | None, replay: ref[torch.Tensor] | None) -> bool:
+    if forward is None or replay is None:
+        return forward is replay
+    return forward() is replay()
+
+
+def _generator_after(func: Any, out: Any, kwargs: dict[str, Any]) -> tuple[torch.device, torch.Tensor] | None:
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
+        return None
+    device = _leaves(out)[0].device
+    state = devices.rng_state(device)
+    return None if state is None else (device, state)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (torch.Tensor, KeptTensor)):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return []
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (torch.Tensor, KeptTensor)):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, change) for item in value)
+    return value
+

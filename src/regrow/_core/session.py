@@ -1,0 +1,156 @@
+"""Sessions: a name under which several backwards share one replay. Registry, lock, bind, activate, clear.
+
+The control lock guards bookkeeping only: no user code and no replay runs under it, and no tensor dies there.
+A session knows frames as something with ``bound`` and ``release``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from weakref import WeakSet, WeakValueDictionary
+
+from regrow._core import replaying
+from regrow._core.faults import FrameBusyError
+from regrow._core.frame import Frame
+from regrow._core.lifecycle import Reason
+
+
+class Session:
+    """One owner of replays.
+
+    Attributes:
+        id: the caller's name for it.
+        frames: the calls bound to it, weakly.
+        contexts: the open contexts, each with its ``retain_on_unpack``; the last one counts.
+    """
+
+    __slots__ = ("__weakref__", "contexts", "frames", "id")
+
+    def __init__(self, session_id: Hashable) -> None:
+        self.id = session_id
+        self.frames: WeakSet[Frame] = WeakSet()
+        self.contexts: list[Context] = []
+
+    def activate(self, frame: Frame) -> None:
+        """Tell a frame whether a context is open, and whether reads let go."""
+        frame.active_session = self if self.contexts else None
+        frame.consume = bool(self.contexts) and not self.contexts[-1].retain
+
+
+class Context:
+    """One open ``recompute_session_ctx``."""
+
+    __slots__ = ("retain", "session")
+
+    def __init__(self, session: Session, *, retain: bool) -> None:
+        self.session = session
+        self.retain = retain
+
+
+_control = threading.RLock()
+# Weakly: a session lives as long as a frame is bound to it or a context of it is open, so ids never pile up.
+_sessions: WeakValueDictionary[Hashable, Session] = WeakValueDictionary()
+_current: ContextVar[Context | None] = ContextVar("regrow_session", default=None)
+
+
+@contextmanager
+def opened(session_id: Hashable, *, retain: bool) -> Iterator[None]:
+    """Open a context: frames of the session read its values until the context is left."""
+    outer = _current.get()
+    if outer is not None and outer.session.id != session_id:
+        raise ValueError(
+            f"session_id: recompute_session_ctx({session_id!r}) inside recompute_session_ctx({outer.session.id!r}); "
+            "contexts nest only with the same id. Leave the outer context first."
+        )
+    with _control:
+        session = _sessions.setdefault(session_id, Session(session_id))
+        context = Context(session, retain=retain)
+        session.contexts.append(context)
+        _activate_all(session)
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        with _control:
+            session.contexts.remove(context)
+            _activate_all(session)
+
+
+def bind_new(frame: Frame) -> None:
+    """A call made inside a context belongs to its session, unless a replay makes it."""
+    context = _current.get()
+    if context is None or replaying.thread.label is not None:
+        return
+    with _control:
+        _bind(frame, context.session)
+
+
+def bind_for_prefire(frame: Frame, session_id: Hashable) -> tuple[Session, bool]:
+    """Bind a frame to a session by name; return the session, and whether the frame was free before."""
+    context = _current.get()
+    if context is not None and context.session.id != session_id:
+        raise ValueError(
+            f"session_id: recompute_handle(..., {session_id!r}) inside recompute_session_ctx"
+            f"({context.session.id!r}). Prefire inside a context of the same session, or outside any."
+        )
+    if context is not None and not context.retain:
+        raise ValueError(
+            f"retain_on_unpack: recompute_handle(..., {session_id!r}) inside a context with retain_on_unpack=False, "
+            "which lets values go as they are read. Prefire inside a retaining context, or outside any."
+        )
+    with _control:
+        bound = frame.bound
+        if bound is not None and bound.id != session_id:
+            raise FrameBusyError(frame.label, bound.id, session_id)
+        session = _sessions.setdefault(session_id, Session(session_id))
+        _bind(frame, session)
+        return session, bound is None
+
+
+def unbind(frame: Frame, session: Session) -> None:
+    """Undo a binding: the frame is free for any session."""
+    with _control:
+        if frame.bound is session:
+            frame.bound = frame.active_session = None
+            frame.consume = False
+            session.frames.discard(frame)
+
+
+def refuse_foreign_context(frame: Frame) -> None:
+    """A frame that one session holds cannot serve a backward in the context of another. Not for the hot path."""
+    context = _current.get()
+    bound = frame.bound
+    if context is not None and bound is not None and bound is not context.session:
+        raise FrameBusyError(frame.label, bound.id, context.session.id)
+
+
+def clear(session_id: Hashable) -> None:
+    """Release everything a session holds, and free its frames for others."""
+    with _control:
+        session = _sessions.get(session_id)
+        if session is None:
+            return
+        frames = list(session.frames)
+        session.frames.clear()
+        for frame in frames:
+            frame.bound = frame.active_session = None
+            frame.consume = False
+    for frame in frames:
+        frame.release(session, Reason.CLEARED)
+        frame.forget()
+
+
+def _bind(frame: Frame, session: Session) -> None:
+    frame.bound = session
+    session.frames.add(frame)
+    session.activate(frame)
+
+
+def _activate_all(session: Session) -> None:
+    for frame in session.frames:
+        session.activate(frame)
+

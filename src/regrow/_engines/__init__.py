@@ -1,0 +1,1 @@
+"""The ways to run one checkpointed call. They must never import each other."""

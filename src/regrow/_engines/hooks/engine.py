@@ -1,0 +1,104 @@
+"""Engine: one call in forward. What it leaves behind is a frame; what backward does with it begins in unpack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from regrow import arguments, errors
+from regrow._core import collect, compat, replaying, session, trees
+from regrow._core.environment import Environment
+from regrow._core.faults import CheckpointError, NestedFrameError
+from regrow._core.inputs import Inputs
+from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
+from regrow._engines.hooks.oplog import OperatorLog
+from regrow._engines.hooks.pack import make_pack
+from regrow._engines.hooks.replay import Call, HooksFrame
+from regrow._engines.hooks.unpack import make_unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of `regrow.checkpoint`, checked."""
+
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], tuple[Any, Any]] | None = None
+    policy_fn: Callable[..., Any] | None = None
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+
+
+def run(function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
+    if not torch.is_grad_enabled() or compat.functorch_active():
+        return function(*args, **kwargs)
+    if replaying.thread.scheduled:
+        replaying.thread.refusal = NestedFrameError(label, replaying.thread.label or "")
+        raise replaying.thread.refusal
+    tensors, template = trees.flatten(args, kwargs)
+    environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
+    call = Call(function, label, options.early_stop, options.determinism_check == "default")
+    frame = HooksFrame(call, Inputs(tensors, template), environment)
+    contexts = _contexts(frame, options)
+    entry = collect.add(frame)
+    session.bind_new(frame)
+    try:
+        output = _forward(frame, contexts, args, kwargs)
+        environment.check_devices(label)
+    except BaseException:
+        _discard(frame, entry)
+        raise
+    frame.complete = True
+    if not frame.slots and not any(tensor.requires_grad for tensor in trees.tensors_in(output)):
+        _discard(frame, entry)
+    return output
+
+
+def _forward(
+    frame: HooksFrame, contexts: tuple[AbstractContextManager[Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    function = frame.call.function
+    if not contexts:
+        with saved_tensors_hooks(make_pack(frame), make_unpack(frame)):
+            return function(*args, **kwargs)
+    with saved_tensors_hooks(make_pack(frame), make_unpack(frame)), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return function(*args, **kwargs)
+    raise CheckpointError(errors.suppressed_exception(frame.label), label=frame.label)
+
+
+def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManager[Any], ...]:
+    """What to enter around forward; what to enter around a replay is left in the frame."""
+    if options.context_fn is None and options.policy_fn is None and not options.debug:
+        return ()
+    pairs = []
+    if options.context_fn is not None:
+        pairs.append(arguments.check_pair(options.context_fn(), options.context_fn))
+    if options.policy_fn is not None:
+        pairs.append(create_selective_checkpoint_contexts(options.policy_fn))
+    hooks = None if options.respect_saved_tensors_hooks is False else compat.user_hooks()
+    for forward, replay in pairs:
+        if isinstance(forward, Keep) and isinstance(replay, Recall):
+            forward.hooks = hooks
+            forward.kept.label = frame.label
+            forward.kept.preserve_rng = options.preserve_rng_state
+            frame.kept += (forward.kept,)
+    if options.debug:
+        frame.log = OperatorLog()
+        pairs.append((frame.log, None))
+    frame.contexts = tuple(replay for _, replay in pairs if replay is not None)
+    return tuple(forward for forward, _ in pairs)
+
+
+def _discard(frame: HooksFrame, entry: Any) -> None:
+    collect.discard(entry)
+    if frame.bound is not None:
+        session.unbind(frame, frame.bound)

@@ -1,0 +1,67 @@
+"""Mismatch: the replay saved other tensors than forward. Compares in full only after a quick comparison failed."""
+
+from __future__ import annotations
+
+import torch
+
+from regrow._core.faults import ReplayMismatchError
+from regrow._engines.hooks.oplog import OperatorLog, parting
+from regrow._engines.hooks.slots import describe
+
+Difference = tuple[int, object, object]
+
+_CAUSES = (
+    "Does the function branch on state that changed since forward (a global, a counter, a training flag), "
+    "use data-dependent shapes, or draw random numbers from a generator that is not restored?"
+)
+
+
+def same(forward: tuple[object, ...], replay: tuple[object, ...]) -> bool:
+    """Whether two saved tensors look alike. A jagged length is a new symbol at every construction, so any two match."""
+    shape, *rest = forward
+    other_shape, *other_rest = replay
+    if rest != other_rest or not isinstance(shape, torch.Size) or not isinstance(other_shape, torch.Size):
+        return False
+    return len(shape) == len(other_shape) and all(
+        _is_jagged(a) and _is_jagged(b) or bool(a == b) for a, b in zip(shape, other_shape, strict=True)
+    )
+
+
+def _is_jagged(size: object) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.is_nested_int()
+
+
+def report(
+    label: str,
+    *,
+    forward: int,
+    replay: int,
+    differences: list[Difference],
+    logs: tuple[OperatorLog, OperatorLog] | None,
+) -> ReplayMismatchError:
+    """The error for a replay that differs: counts, the first differences, the usual causes, the logs if kept."""
+    lines = []
+    if replay != forward:
+        lines.append(f"{label}: forward saved {forward} tensors, the replay saved {_or_more(replay, forward)}.")
+    else:
+        lines.append(f"{label}: {len(differences)} of {forward} tensors saved by the replay differ from forward's.")
+    for index, ours, theirs in differences[:3]:
+        lines.append(f"Saved tensor {index}: forward {describe(ours)}, replay {describe(theirs)}.")
+    if len(differences) > 3:
+        lines.append(f"{len(differences) - 3} more differ.")
+    lines.append(_CAUSES)
+    if logs is None:
+        lines.append("Run once with checkpoint(..., debug=True) to list the operators of both runs and where they part.")
+    else:
+        lines.append(parting(*logs))
+    return ReplayMismatchError(
+        "\n".join(lines),
+        label=label,
+        forward=forward,
+        replay=replay,
+        indices=tuple(index for index, _, _ in differences),
+    )
+
+
+def _or_more(replay: int, forward: int) -> str:
+    return f"{replay} or more" if replay > forward else str(replay)

@@ -1,0 +1,35 @@
+"""Pack: forward saves a tensor, the graph gets a slot. Once per saved tensor, so nothing is done that can wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ref
+
+import torch
+
+from regrow._engines.hooks.replay import HooksFrame
+from regrow._engines.hooks.slots import Slot
+
+
+def make_pack(frame: HooksFrame) -> Callable[[torch.Tensor], Slot]:
+    """The pack hook of one call."""
+    add = frame.slots.append
+    metas = frame.metas
+    if metas is None:
+
+        def pack_blindly(tensor: torch.Tensor) -> Slot:
+            slot = Slot()
+            add(ref(slot))
+            return slot
+
+        return pack_blindly
+
+    describe = metas.append
+
+    def pack(tensor: torch.Tensor) -> Slot:
+        slot = Slot()
+        add(ref(slot))
+        describe((tensor.shape, tensor.dtype, tensor.device))
+        return slot
+
+    return pack

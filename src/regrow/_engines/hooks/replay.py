@@ -1,0 +1,157 @@
+"""Replay: run a call again in forward's surroundings and check what it brings back. Runs under the frame's lock only.
+
+HooksFrame is what one call leaves behind; `HooksFrame.run` makes one replay of it:
+
+    inputs back > surroundings > contexts > function, its saved tensors into the slots > same as forward? > held
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from regrow._core import replaying
+from regrow._core.environment import Environment
+from regrow._core.frame import Frame, Owner
+from regrow._core.inputs import Inputs
+from regrow._core.lifecycle import Reason, Replay, State
+from regrow._core.selective import Kept
+from regrow._core.session import Session
+from regrow._engines.hooks import mismatch, slots
+from regrow._engines.hooks.oplog import OperatorLog
+from regrow._engines.hooks.refill import Refill
+from regrow._engines.hooks.slots import Slot
+from regrow._engines.hooks.stopping import Stop, Stopper
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the user asked for: a function and its options, as `regrow.checkpoint` documents them."""
+
+    function: Callable[..., Any]
+    label: str
+    early_stop: bool
+    check_metadata: bool
+
+
+class HooksFrame(Frame):
+    """One call of the hooks engine.
+
+    Attributes:
+        slots: the places forward left with autograd, in the order they were saved.
+        metas: shape, dtype and device of each; None where they are not compared.
+        contexts: contexts to enter around a replay, outermost first.
+        kept: what selective checkpointing keeps.
+        log: the operators of forward, with ``debug``.
+
+    Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
+    """
+
+    __slots__ = ("call", "contexts", "environment", "inputs", "kept", "log", "metas", "slots")
+
+    def __init__(self, call: Call, inputs: Inputs, environment: Environment) -> None:
+        super().__init__(call.label)
+        self.call = call
+        self.inputs = inputs
+        self.environment = environment
+        self.slots: list[ref[Slot]] = []
+        self.metas: list[tuple[object, ...]] | None = [] if call.check_metadata else None
+        self.contexts: tuple[AbstractContextManager[Any], ...] = ()
+        self.kept: tuple[Kept, ...] = ()
+        self.log: OperatorLog | None = None
+
+    def prefire(self, session: Session) -> None:
+        """Replay now for a session; nothing happens if that was done, or if forward saved nothing."""
+        if not self.complete:
+            raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+        with self.lock:
+            if session not in self.replays and slots.live_count(self.slots):
+                replay = self.run(session, scheduled=True)
+                self.drop_if_released(session, replay)
+
+    def run(self, owner: Owner, *, scheduled: bool) -> Replay:
+        """Replay for an owner. On any error nothing of the replay is left."""
+        refill = Refill(self.slots, self.metas, owner, shared=bool(self.replays))
+        replay = self.replays[owner] = Replay()
+        log = None if self.log is None else OperatorLog()
+        try:
+            self._execute(refill, log, scheduled=scheduled)
+            self._check(refill, log)
+        except BaseException:
+            self.release(owner, Reason.FAILED)
+            raise
+        replay.stale = self._changed_later(owner)
+        if replay.state is State.RUNNING:
+            replay.advance(State.HELD)
+        return replay
+
+    def release(self, owner: Owner, reason: Reason) -> None:
+        """Drop what the replay for an owner holds."""
+        replay = self.replays.pop(owner, None)
+        if replay is not None:
+            slots.drop(self.slots, owner)
+            replay.advance(State.RELEASED, reason)
+
+    def drop_if_released(self, owner: Owner, replay: Replay) -> None:
+        """A session that was cleared while its replay ran holds nothing."""
+        if replay.state is State.RELEASED:
+            slots.drop(self.slots, owner)
+
+    def forget(self) -> None:
+        """Let go of what selective checkpointing keeps."""
+        for kept in self.kept:
+            kept.forget()
+
+    def _execute(self, refill: Refill, log: OperatorLog | None, *, scheduled: bool) -> None:
+        args, kwargs = self.inputs.bring_back(self.label)
+        with (
+            replaying.entered(self.label, scheduled=scheduled),
+            self.environment.restored(),
+            saved_tensors_hooks(refill.pack, _as_packed),
+            ExitStack() as stack,
+        ):
+            for context in self.contexts:
+                stack.enter_context(context)
+            if log is not None:
+                stack.enter_context(log)
+            if self.call.early_stop:
+                refill.stopper = Stopper()
+                stack.callback(refill.stopper.close)
+            try:
+                self.call.function(*args, **kwargs)
+            except Stop:
+                pass
+
+    def _check(self, refill: Refill, log: OperatorLog | None) -> None:
+        forward = len(self.slots)
+        # A stop leaves the rest unseen; before forward has returned, more is expected.
+        enough = refill.count >= refill.wanted if self.call.early_stop or not self.complete else refill.count == forward
+        if enough and not refill.differences:
+            return
+        raise mismatch.report(
+            self.label,
+            forward=forward,
+            replay=forward if enough else refill.count,
+            differences=refill.differences,
+            logs=None if log is None or self.log is None else (self.log, log),
+        )
+
+    def _changed_later(self, owner: Owner) -> tuple[int, ...]:
+        """Which values their own function overwrote after saving them; they are let go, reading one is an error."""
+        stale = []
+        for index, place in enumerate(self.slots):
+            slot = place()
+            if slot is not None and slots.moved(slot, owner):
+                slots.take(slot, owner, consume=True)
+                stale.append(index)
+        return tuple(stale)
+
+
+def _as_packed(value: Any) -> Any:
+    return value

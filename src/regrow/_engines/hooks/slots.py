@@ -1,0 +1,85 @@
+"""Slots: what autograd holds in place of saved tensors. The slot owns its value, so a graph node that dies frees it.
+
+    graph node --> slot --> value          frame - - weak - - > slot
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+
+from regrow._core.frame import Owner
+
+
+class Slot:
+    """One saved tensor's place. Fields are unset until a replay fills them, which keeps forward cheap.
+
+    Attributes:
+        owner: whose value it is.
+        value: the regrown tensor; None once it was let go.
+        others: values of further owners, when backward calls overlap.
+        version: the value's version when it was saved.
+    """
+
+    __slots__ = ("__weakref__", "others", "owner", "value", "version")
+
+    owner: Owner
+    value: torch.Tensor | None
+    others: dict[Owner, torch.Tensor]
+    version: int
+
+
+def put(slot: Slot, owner: Owner, value: torch.Tensor) -> None:
+    """Fill a slot for an owner without touching what others hold."""
+    holder = getattr(slot, "owner", None)
+    if holder is None or holder == owner or slot.value is None:
+        slot.owner = owner
+        slot.value = value
+        return
+    if not hasattr(slot, "others"):
+        slot.others = {}
+    slot.others[owner] = value
+
+
+def take(slot: Slot, owner: Owner, *, consume: bool) -> torch.Tensor | None:
+    """An owner's value, let go if ``consume``; None if there is none."""
+    if getattr(slot, "owner", None) == owner:
+        value = slot.value
+        if value is not None:
+            if consume:
+                slot.value = None
+            return value
+    others: dict[Owner, torch.Tensor] | None = getattr(slot, "others", None)
+    if not others:
+        return None
+    return others.pop(owner, None) if consume else others.get(owner)
+
+
+def moved(slot: Slot, owner: Owner) -> bool:
+    """Whether an owner's value was changed in place since it was saved."""
+    value = take(slot, owner, consume=False)
+    return value is not None and value._version != slot.version
+
+
+def drop(slots: list[ref[Slot]], owner: Owner) -> None:
+    """Let go of every value of an owner."""
+    for reference in slots:
+        slot = reference()
+        if slot is not None:
+            take(slot, owner, consume=True)
+
+
+def live_count(slots: list[ref[Slot]]) -> int:
+    """How many slots there are up to the last one that a graph node still holds."""
+    count = len(slots)
+    while count and slots[count - 1]() is None:
+        count -= 1
+    return count
+
+
+def describe(meta: Any) -> str:
+    """A saved tensor in a message: ``(2, 64) float32 cpu``."""
+    shape, dtype, device = meta
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {device}"

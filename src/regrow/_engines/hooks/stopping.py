@@ -1,0 +1,89 @@
+"""Early stop: end a replay as soon as every saved tensor is back. Must never leave an operator half done.
+
+The signal is raised inside the pack hook of the last saved tensor, so not even the operator that saved it runs. Two
+kinds of operators must finish first, and the signal is raised at the next torch call instead:
+
+- a custom Function: unwinding it leaves its context in a cycle with its outputs, which nothing collects;
+- an operator that saved a tensor without gradient, since it may still be writing it (the noise of RReLU).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from regrow._core import compat, trees
+
+_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+# How many of the last saved tensors are watched: no operator of torch saves more in front of its last one than this
+# and still writes them.
+WATCHED = 4
+
+
+class Stop(BaseException):
+    """Ends a replay. Not an Exception, so that user code that catches those does not swallow it."""
+
+
+class Stopper:
+    """Decides when a replay ends. One replay, one thread."""
+
+    __slots__ = ("_depth", "_pending", "_plain", "_raised", "_site")
+
+    def __init__(self) -> None:
+        self._depth = compat.function_mode_count()
+        self._site: tuple[int, int] = (0, 0)
+        self._plain = False
+        self._pending = False
+        self._raised = False
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Look at one of the last tensors, called from the pack hook's own helper."""
+        caller = sys._getframe(3)
+        site = (id(caller), caller.f_lasti)
+        if site != self._site:
+            self._site = site
+            self._plain = False
+        self._plain |= not tensor.requires_grad
+
+    def finish(self) -> None:
+        """Every saved tensor is back: stop now, or as soon as the running operator is done."""
+        if self._raised or self._pending:
+            return
+        if self._plain or sys._getframe(3).f_code is _FUNCTION_APPLY:
+            self._pending = True
+            above = compat.swap_function_modes(self._depth, ())
+            compat.swap_function_modes(self._depth, (_StopAtNextCall(), *above))
+            return
+        self._raised = True
+        raise Stop
+
+    def close(self) -> None:
+        """Take the pending stop off this thread's stack of function modes."""
+        if self._pending:
+            compat.swap_function_modes(self._depth, ())
+
+
+class _StopAtNextCall(TorchFunctionMode):
+    """Stops once, at a call that takes tensors; calls that restore state on the way out pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raised = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Stop instead of running the call."""
+        if not self._raised and trees.tensors_in([args, kwargs]):
+            self._raised = True
+            raise Stop
+        return func(*args, **(kwargs or {}))

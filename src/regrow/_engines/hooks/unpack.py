@@ -1,0 +1,107 @@
+"""Unpack: backward asks for a saved tensor. Hot path: field reads only (Rule 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from weakref import ref
+
+import torch
+
+from regrow._core import compat, session
+from regrow._core.faults import ValueChangedError
+from regrow._core.frame import Owner
+from regrow._core.lifecycle import Reason, Replay
+from regrow._engines.hooks import slots
+from regrow._engines.hooks.replay import HooksFrame
+from regrow._engines.hooks.slots import Slot
+
+
+def make_unpack(frame: HooksFrame) -> Callable[[Slot], torch.Tensor]:
+    """The unpack hook of one call. It keeps the frame alive as long as autograd keeps a slot."""
+    graph_task_id = compat.graph_task_id
+
+    def unpack(slot: Slot) -> torch.Tensor:
+        active = frame.active_session
+        try:
+            if slot.owner == (graph_task_id() if active is None else active):
+                value = slot.value
+                if value is not None:
+                    if frame.consume:
+                        slot.value = None
+                    return value
+        except AttributeError:
+            pass  # no replay has filled this slot yet
+        return _regrow(frame, slot)
+
+    return unpack
+
+
+def _regrow(frame: HooksFrame, slot: Slot) -> torch.Tensor:
+    """The slow path: wait for a replay that runs, or make one."""
+    active = frame.active_session if frame.complete else None
+    task = compat.graph_task_id()
+    if active is None:
+        session.refuse_foreign_context(frame)
+    owner: Owner = active or (object() if task == -1 else task)
+    with frame.lock:
+        value = slots.take(slot, owner, consume=frame.consume)
+        if value is None:
+            value = _bring_back(frame, slot, owner, scheduled=active is not None)
+    return value
+
+
+def _bring_back(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool) -> torch.Tensor:
+    before = frame.replays.get(owner)
+    if before is not None:
+        _refuse_stale(frame, slot, before)
+        # Read twice in one pass. From now on the owner's values stay until it ends, so one more replay is enough.
+        frame.release(owner, Reason.ENDED)
+    replay = frame.run(owner, scheduled=scheduled)
+    if not scheduled:
+        _release_with_task(frame, owner, replay)
+    if before is not None:
+        frame.consume = False
+    elif frame.active_session is None:
+        # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
+        frame.consume = not isinstance(owner, int) or compat.graph_task_keeps_graph()
+    value = slots.take(slot, owner, consume=frame.consume)
+    if not scheduled and not isinstance(owner, int):
+        frame.release(owner, Reason.ENDED)  # outside backward: this one value, nothing else
+    frame.drop_if_released(owner, replay)
+    if value is None:
+        _refuse_stale(frame, slot, replay)
+        raise AssertionError(f"{frame.label}: a replay that passed its checks left a live slot empty")
+    return value
+
+
+def _refuse_stale(frame: HooksFrame, slot: Slot, replay: Replay) -> None:
+    for index in replay.stale:
+        if frame.slots[index]() is slot:
+            raise ValueChangedError(frame.label, index)
+
+
+def _release_with_task(frame: HooksFrame, owner: Owner, replay: Replay) -> None:
+    """Release when the graph task ends. On success it calls back; on an error it only dies, and the reference tells."""
+    if not isinstance(owner, int):
+        return
+    end = _TaskEnd(frame, owner)
+    replay.watch = ref(end, partial(_release, ref(frame), owner))
+    compat.at_graph_task_end(end)
+
+
+class _TaskEnd:
+    __slots__ = ("__weakref__", "_frame", "_owner")
+
+    def __init__(self, frame: HooksFrame, owner: Owner) -> None:
+        self._frame = ref(frame)
+        self._owner = owner
+
+    def __call__(self) -> None:
+        _release(self._frame, self._owner, None)
+
+
+def _release(frame: ref[HooksFrame], owner: Owner, _: object) -> None:
+    alive = frame()
+    if alive is not None:
+        alive.release(owner, Reason.ENDED)

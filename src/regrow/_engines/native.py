@@ -1,0 +1,19 @@
+"""Under torch.compile and export: torch's own checkpoint, which their tracers know. Must never log: that breaks a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint
+
+
+def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Call torch's non-reentrant checkpoint with regrow's options in torch's words."""
+    context_fn, policy_fn = options.pop("context_fn"), options.pop("policy_fn")
+    if policy_fn is not None:
+        context_fn = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy_fn)
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options, **kwargs)

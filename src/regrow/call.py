@@ -1,0 +1,150 @@
+"""checkpoint(): the drop-in signature. Checks arguments and chooses an engine; must never do what an engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from regrow import arguments
+from regrow._core import compat
+from regrow._engines import native
+from regrow._engines.hooks import engine
+from regrow._engines.hooks.engine import Options
+
+_DEFAULTS = Options()
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple[Any, Any]] | None = None,
+    policy_fn: Callable[..., Any] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a function without keeping its activations; regrow them when backward, or a scheduler, asks.
+
+    A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: same values, same gradients. Without
+    a positional argument it is a decorator, also for methods::
+
+        @checkpoint(early_stop=False)
+        def block(x): ...
+
+    Under ``no_grad``, ``inference_mode`` and ``torch.func`` transforms, and where nothing needs a gradient, it is a
+    plain call. While torch.compile or export traces, it is torch's own checkpoint with the same arguments.
+
+    Args:
+        function: what to run; it runs again for every replay, so it must do the same again.
+        *args: its positional arguments. Containers known to torch's pytree are taken apart, and a replay gets fresh
+            ones as forward saw them.
+        use_reentrant: False for this engine. True is the reentrant engine, which this version does not have.
+        preserve_rng_state: replays draw the random numbers of forward, and leave the caller's generators untouched.
+        context_fn: returns two context managers, for forward and for replays.
+        policy_fn: selective checkpointing, ``policy_fn(ctx, op, *args, **kwargs)`` that returns a
+            ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result. Composes with
+            ``context_fn``: contexts are entered in that order and left in reverse.
+        determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
+            "none" only the number.
+        debug: keep the operators of both runs, and say in an error where they part. Slow.
+        early_stop: end a replay as soon as every saved tensor is back, so that code after the last one does not run
+            again. If a custom Function saved it, or an operator that may still write what it saved, the replay goes on
+            to the next torch call. torch's global ``set_checkpoint_early_stop`` does not change it.
+        respect_saved_tensors_hooks: whether results kept by a policy pass through saved-tensor hooks that surround the
+            call, such as ``save_on_cpu``. None means True.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        What the function returns, or a decorator.
+
+    Raises:
+        ValueError: a bad option, or ``context_fn`` that returns no pair.
+        RuntimeError: a device was first initialised inside the function.
+        regrow.CheckpointError: from backward: the replay differs from forward, or an input was changed in place. From
+            the call: it is made inside a scheduled replay, or the forward context swallowed an exception.
+
+    Memory: holds the inputs from the call until the graph of the output dies. Regrown tensors live until they are
+        read, their backward ends, or their session is cleared; a graph node that dies frees its own at once.
+
+    Threads: backward may run on any thread. A replay runs on the thread that asked for it, under a lock of the call.
+
+    Source: torch 2.13, utils/checkpoint.py; the decorator form and ``respect_saved_tensors_hooks`` are torch 2.14's.
+    """
+    given = (preserve_rng_state, context_fn, policy_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
+    if function is None:
+        if args or kwargs:
+            raise ValueError(f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it.")
+        return _decorator(check_options(use_reentrant, *given))
+    arguments.check_callable("function", function, "the function or module to run")
+    if compat.tracing():
+        return native.run(function, args, kwargs, dict(zip(Options.__dataclass_fields__, given, strict=True)))
+    options = check_options(use_reentrant, *given)
+    return engine.run(function, label_of(function), args, kwargs, options)
+
+
+def check_options(
+    use_reentrant: bool,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple[Any, Any]] | None = None,
+    policy_fn: Callable[..., Any] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Options:
+    """Checked options of a call; ValueError names what is wrong."""
+    given = (preserve_rng_state, context_fn, policy_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
+    if use_reentrant is False and given == _DEFAULT_VALUES:
+        return _DEFAULTS
+    arguments.check_flag("use_reentrant", use_reentrant)
+    if use_reentrant:
+        raise NotImplementedError(
+            "use_reentrant=True: this version of regrow has no reentrant engine. Leave use_reentrant at False; "
+            "that engine also does what reentrant checkpointing is used for."
+        )
+    arguments.check_flag("preserve_rng_state", preserve_rng_state)
+    arguments.check_flag("debug", debug)
+    arguments.check_flag("early_stop", early_stop)
+    if respect_saved_tensors_hooks is not None:
+        arguments.check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks)
+    if context_fn is not None:
+        arguments.check_callable("context_fn", context_fn, "a function that returns two context managers")
+    if policy_fn is not None:
+        arguments.check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
+    arguments.check_determinism(determinism_check)
+    return Options(*given)
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """How messages name a function or module."""
+    name: str | None = getattr(function, "__qualname__", None)
+    return type(function).__name__ if name is None else name
+
+
+def _decorator(options: Options) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        arguments.check_callable("function", function, "the function to decorate")
+
+        @wraps(function)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return run(function, label_of(function), args, kwargs, options)
+
+        return checkpointed
+
+    return decorate
+
+
+def run(function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run a call with checked options."""
+    if compat.tracing():
+        return native.run(function, args, kwargs, {name: getattr(options, name) for name in OPTION_NAMES})
+    return engine.run(function, label, args, kwargs, options)
+
+
+OPTION_NAMES = tuple(Options.__dataclass_fields__)
+_DEFAULT_VALUES = tuple(getattr(_DEFAULTS, name) for name in OPTION_NAMES)

@@ -1,0 +1,72 @@
+"""Every exception that needs no framework, and the sentences they say. Must never import torch or mindspore."""
+
+from __future__ import annotations
+
+
+class RegrowError(RuntimeError):
+    """The root of everything regrow raises after a call was accepted.
+
+    On torch, what a replay finds wrong is a `regrow.CheckpointError`: this class and torch's own
+    ``torch.utils.checkpoint.CheckpointError`` at once, so code written for torch keeps catching it.
+    """
+
+
+def released_frame(label: str) -> str:
+    """The sentence for a handle whose graph is gone."""
+    return (
+        f"{label}: the graph of this checkpointed call has died, so there is nothing left to regrow. "
+        "Backward already consumed it, or its output was dropped. "
+        "Fire a handle before the backward that uses it, and drop handles of finished micro-batches."
+    )
+
+
+def busy_frame(label: str, owner: object, wanted: object) -> str:
+    """The sentence for a frame that another session holds."""
+    return (
+        f"{label}: session {owner!r} is active on this checkpointed call, session {wanted!r} cannot use it meanwhile. "
+        f"Nothing was changed. Call clear_recompute_session({owner!r}) first, or use one id for both passes."
+    )
+
+
+def nested_frame(label: str, outer: str) -> str:
+    """The sentence for a checkpoint inside a scheduled replay."""
+    return (
+        f"{label}: nested checkpoint inside {outer}, which is being replayed for a session. "
+        "Scheduled replays of nested checkpoints are not supported yet. "
+        "Checkpoint one level only where a session is used, or run backward outside any session."
+    )
+
+
+def changed_input(label: str, names: list[str], details: list[str]) -> str:
+    """The sentence for inputs that moved on between forward and replay."""
+    listed = "; ".join(f"{name} ({detail})" for name, detail in zip(names, details, strict=True))
+    return (
+        f"{label}: cannot replay, an input was changed in place since forward: {listed}. "
+        "A replay would start from the new values and give wrong gradients. "
+        "Pass a clone, make the change out of place, or leave that argument out of the checkpointed call."
+    )
+
+
+def changed_value(label: str, index: int) -> str:
+    """The sentence for a saved tensor that its own function overwrites later."""
+    return (
+        f"{label}: saved tensor {index} is changed in place later in the function, after an operator saved it "
+        "for backward. Plain autograd refuses this backward as well. Make that change out of place."
+    )
+
+
+def suppressed_exception(label: str) -> str:
+    """The sentence for a forward context that swallows what forward raised."""
+    return (
+        f"{label}: the forward context from context_fn suppressed an exception of the checkpointed function, so there "
+        "is no output to return. Let the context pass exceptions on."
+    )
+
+
+def device_woke_up(label: str, device_type: str) -> str:
+    """The sentence for a device whose first use is inside forward."""
+    return (
+        f"{label}: the {device_type} device was initialised inside the checkpointed function, so the state of its "
+        "random generator before forward is unknown and a replay could draw other numbers. "
+        f"Initialise {device_type} before the call, or pass preserve_rng_state=False."
+    )

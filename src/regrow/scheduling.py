@@ -1,0 +1,104 @@
+"""The scheduling verbs: collect handles, prefire, open a session, clear it. Checks at the edge, the work is in _core."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+
+from regrow import arguments
+from regrow._core import collect, session
+from regrow._core.frame import Handle, frame_of
+
+
+def recompute_handle_collector_ctx() -> AbstractContextManager[list[Handle]]:
+    """A context that yields a list, which fills with one opaque handle per checkpointed call made inside.
+
+    Handles come in forward order. A call whose forward raises is taken out again; calls that are plain (nothing needs
+    a gradient) and calls made by a replay are not collected. Collectors nest: the innermost collects.
+
+    Returns:
+        The context manager.
+
+    Memory: a handle keeps neither its call nor any tensor alive.
+
+    Threads: collects calls made in the context (``contextvars``) that opened it.
+    """
+    return collect.collector()
+
+
+def recompute_handle(handle: Handle, session_id: Hashable) -> None:
+    """Replay a checkpointed call now and keep what it brings back under a session. The caller's RNG does not move.
+
+    A second call for the same session does nothing. Call it inside a retaining context of the same session, or
+    outside any session context.
+
+    Args:
+        handle: from `recompute_handle_collector_ctx`.
+        session_id: any hashable name; `recompute_session_ctx` and `clear_recompute_session` take the same.
+
+    Raises:
+        ValueError: a foreign handle, a bad id, or a context of another session or one that lets go is open.
+        RuntimeError: the graph of the call has died, or its forward has not returned.
+        regrow.CheckpointError: another session is active on the call (nothing is changed), the replay differs from
+            forward, or an input was changed in place.
+
+    Memory: the session holds the regrown tensors until they are read in a context that lets go, their graph dies, or
+        `clear_recompute_session`. If the replay raises, nothing is held and the call is free for any session.
+
+    Threads: any. The replay runs here, under a lock of the call.
+    """
+    arguments.check_session_id(session_id)
+    if not isinstance(handle, Handle):
+        raise ValueError(
+            f"handle must come from recompute_handle_collector_ctx(), got {handle!r} of type {type(handle).__name__}."
+        )
+    frame = frame_of(handle)
+    bound, was_free = session.bind_for_prefire(frame, session_id)
+    try:
+        frame.prefire(bound)
+    except BaseException:
+        if was_free:
+            session.unbind(frame, bound)
+        raise
+
+
+def recompute_session_ctx(session_id: Hashable, retain_on_unpack: bool = False) -> AbstractContextManager[None]:
+    """A context in which backward reads what a session holds, however many calls backward is cut into.
+
+    A checkpointed call belongs to the session if it was prefired for it, or made while a context of it was open. The
+    first backward that reaches such a call without a prefire replays it once; later passes read the same replay.
+
+    Args:
+        session_id: any hashable name.
+        retain_on_unpack: True keeps what is read for the next pass, False lets each value go as it is read.
+
+    Returns:
+        The context manager. Contexts nest only with the same id; the inner ``retain_on_unpack`` holds inside.
+
+    Raises:
+        ValueError: a bad argument, or a context of another id is open.
+
+    Memory: the session holds regrown tensors beyond the context, until `clear_recompute_session`.
+
+    Threads: binds what is made in this context (``contextvars``); backward finds its session on any thread.
+    """
+    arguments.check_session_id(session_id)
+    arguments.check_flag("retain_on_unpack", retain_on_unpack)
+    return session.opened(session_id, retain=retain_on_unpack)
+
+
+def clear_recompute_session(session_id: Hashable) -> None:
+    """Free everything a session holds, read or not. Again, or for an unknown id, it does nothing.
+
+    A later plain backward of the same graph works: it replays for itself, and runs again what selective checkpointing
+    had kept.
+
+    Args:
+        session_id: the name of the session.
+
+    Raises:
+        ValueError: a bad id.
+
+    Threads: any.
+    """
+    session.clear(arguments.check_session_id(session_id))
