@@ -26,7 +26,7 @@ _HOMES = {
     "recompute_session_ctx": "regrow.scheduling",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name):

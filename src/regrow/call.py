@@ -13,6 +13,7 @@ from regrow._engines.hooks import engine
 from regrow._engines.hooks.engine import Options
 
 _DEFAULTS = Options()
+OPTION_NAMES = tuple(Options.__dataclass_fields__)
 
 
 def checkpoint(
@@ -75,20 +76,29 @@ def checkpoint(
 
     Source: torch 2.13, utils/checkpoint.py; the decorator form and ``respect_saved_tensors_hooks`` are torch 2.14's.
     """
-    given = (preserve_rng_state, context_fn, policy_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
+    options = check_options(
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        policy_fn=policy_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
     if function is None:
         if args or kwargs:
-            raise ValueError(f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it.")
-        return _decorator(check_options(use_reentrant, *given))
+            raise ValueError(
+                f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it."
+            )
+        return _decorator(options)
     arguments.check_callable("function", function, "the function or module to run")
-    if compat.tracing():
-        return native.run(function, args, kwargs, dict(zip(Options.__dataclass_fields__, given, strict=True)))
-    options = check_options(use_reentrant, *given)
-    return engine.run(function, label_of(function), args, kwargs, options)
+    return run(function, label_of(function), args, kwargs, options)
 
 
 def check_options(
-    use_reentrant: bool,
+    *,
+    use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
     policy_fn: Callable[..., Any] | None = None,
@@ -98,9 +108,15 @@ def check_options(
     respect_saved_tensors_hooks: bool | None = None,
 ) -> Options:
     """Checked options of a call; ValueError names what is wrong."""
-    given = (preserve_rng_state, context_fn, policy_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
-    if use_reentrant is False and given == _DEFAULT_VALUES:
-        return _DEFAULTS
+    if (
+        use_reentrant is False
+        and preserve_rng_state is True
+        and context_fn is policy_fn is respect_saved_tensors_hooks is None
+        and determinism_check is _DEFAULTS.determinism_check
+        and debug is False
+        and early_stop is True
+    ):
+        return _DEFAULTS  # what nearly every call has, without building it again
     arguments.check_flag("use_reentrant", use_reentrant)
     if use_reentrant:
         raise NotImplementedError(
@@ -117,7 +133,15 @@ def check_options(
     if policy_fn is not None:
         arguments.check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
     arguments.check_determinism(determinism_check)
-    return Options(*given)
+    return Options(
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        policy_fn=policy_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
 
 
 def label_of(function: Callable[..., Any]) -> str:
@@ -139,12 +163,10 @@ def _decorator(options: Options) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def run(function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def run(
+    function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     """Run a call with checked options."""
     if compat.tracing():
         return native.run(function, args, kwargs, {name: getattr(options, name) for name in OPTION_NAMES})
     return engine.run(function, label, args, kwargs, options)
-
-
-OPTION_NAMES = tuple(Options.__dataclass_fields__)
-_DEFAULT_VALUES = tuple(getattr(_DEFAULTS, name) for name in OPTION_NAMES)

@@ -1,4 +1,4 @@
-"""The scheduling verbs: collect handles, prefire, open a session, clear it. Checks at the edge, the work is in _core."""
+"""The scheduling verbs: collect, prefire, open a session, clear it. Checks at the edge; _core does the work."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ module itself, and nothing points back from it, so it dies with its last referen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import nn
@@ -87,7 +87,7 @@ class _Checkpointed:
         return _bare, (base,), state
 
 
-@lru_cache(maxsize=None)
+@cache
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     plain: Any = base.forward
 

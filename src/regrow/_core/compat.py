@@ -86,6 +86,11 @@ _pytree_nodes: dict[Any, Any] = _private("torch.utils._pytree", "SUPPORTED_NODES
 OpOverload: Any = _private("torch._ops", "OpOverload", "selective policies name operators")
 HigherOrderOperator: Any = _private("torch._ops", "HigherOrderOperator", "selective policies name operators")
 
+# Which symbolic length belongs to the offsets of a jagged tensor. Deleted by a public way to share the length.
+_ragged_sizes: Any = _private(
+    "torch.nested._internal.nested_tensor", "_tensor_symint_registry", "regrown jagged tensors take forward's length"
+)
+
 
 def surrounding_hooks() -> Hooks | None:
     """The innermost saved-tensor hooks of this thread. Deleted by a public getter."""
@@ -158,3 +163,22 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def is_ragged(size: object) -> bool:
+    """Whether a size is the symbolic length of a jagged tensor. Deleted by a public query."""
+    return isinstance(size, torch.SymInt) and bool(size.node.is_nested_int())
+
+
+def with_ragged_size(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A detached alias of a jagged tensor with the symbolic length that ``shape`` has.
+
+    Every construction of a jagged tensor makes a new symbol, and tensors with different symbols do not mix.
+    """
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(tensor, name).detach() for name in names}
+    source = inner.get("_lengths", inner["_offsets"])
+    _ragged_sizes[source] = next(size for size in shape if is_ragged(size))
+    kind: Any = type(tensor)
+    renamed: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, tensor.stride())
+    return renamed

@@ -1,9 +1,9 @@
 """The life of one replay, as a table of legal moves. Must never hold a tensor.
 
-    RUNNING --> HELD --> RELEASED
-       |                    ^
-       '--------------------'
-        the function raised
+RUNNING --> HELD --> RELEASED
+|                    ^
+'--------------------'
+the function raised
 """
 
 from __future__ import annotations

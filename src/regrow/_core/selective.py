@@ -321,4 +321,3 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_map(item, change) for item in value)
     return value
-

@@ -153,4 +153,3 @@ def _bind(frame: Frame, session: Session) -> None:
 def _activate_all(session: Session) -> None:
     for frame in session.frames:
         session.activate(frame)
-

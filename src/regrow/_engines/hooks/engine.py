@@ -35,7 +35,9 @@ class Options:
     respect_saved_tensors_hooks: bool | None = None
 
 
-def run(function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def run(
+    function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
     if not torch.is_grad_enabled() or compat.functorch_active():
         return function(*args, **kwargs)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
+from regrow._core import compat
 from regrow._core.faults import ReplayMismatchError
 from regrow._engines.hooks.oplog import OperatorLog, parting
-from regrow._engines.hooks.slots import describe
+from regrow._engines.hooks.slots import Meta, describe
 
-Difference = tuple[int, object, object]
+Difference = tuple[int, Meta, Meta]
 
 _CAUSES = (
     "Does the function branch on state that changed since forward (a global, a counter, a training flag), "
@@ -16,19 +15,18 @@ _CAUSES = (
 )
 
 
-def same(forward: tuple[object, ...], replay: tuple[object, ...]) -> bool:
+def same_but_for_ragged(forward: Meta, replay: Meta) -> bool:
     """Whether two saved tensors look alike. A jagged length is a new symbol at every construction, so any two match."""
     shape, *rest = forward
     other_shape, *other_rest = replay
-    if rest != other_rest or not isinstance(shape, torch.Size) or not isinstance(other_shape, torch.Size):
-        return False
-    return len(shape) == len(other_shape) and all(
-        _is_jagged(a) and _is_jagged(b) or bool(a == b) for a, b in zip(shape, other_shape, strict=True)
+    return (
+        rest == other_rest
+        and len(shape) == len(other_shape)
+        and all(
+            (compat.is_ragged(a) and compat.is_ragged(b)) or bool(a == b)
+            for a, b in zip(shape, other_shape, strict=True)
+        )
     )
-
-
-def _is_jagged(size: object) -> bool:
-    return isinstance(size, torch.SymInt) and size.node.is_nested_int()
 
 
 def report(
@@ -51,7 +49,9 @@ def report(
         lines.append(f"{len(differences) - 3} more differ.")
     lines.append(_CAUSES)
     if logs is None:
-        lines.append("Run once with checkpoint(..., debug=True) to list the operators of both runs and where they part.")
+        lines.append(
+            "Run once with checkpoint(..., debug=True) to list the operators of both runs and where they part."
+        )
     else:
         lines.append(parting(*logs))
     return ReplayMismatchError(

@@ -8,10 +8,11 @@ from weakref import ref
 
 import torch
 
+from regrow._core import compat
 from regrow._core.frame import Owner
 from regrow._engines.hooks import slots
-from regrow._engines.hooks.mismatch import Difference, same
-from regrow._engines.hooks.slots import Slot
+from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
+from regrow._engines.hooks.slots import Meta, Slot
 from regrow._engines.hooks.stopping import WATCHED, Stopper
 
 
@@ -26,9 +27,7 @@ class Refill:
         stopper: set with early stop.
     """
 
-    def __init__(
-        self, places: list[ref[Slot]], metas: list[tuple[object, ...]] | None, owner: Owner, *, shared: bool
-    ) -> None:
+    def __init__(self, places: list[ref[Slot]], metas: list[Meta] | None, owner: Owner, *, shared: bool) -> None:
         self.wanted = slots.live_count(places)
         self.differences: list[Difference] = []
         self.stopper: Stopper | None = None
@@ -39,16 +38,18 @@ class Refill:
         """How many tensors the replay has saved."""
         return self._count()
 
-    def compare(self, index: int, forward: tuple[object, ...], replay: tuple[object, ...]) -> None:
-        """Note a difference, after the quick comparison found one."""
-        if not same(forward, replay):
-            self.differences.append((index, forward, replay))
+    def reconcile(self, index: int, forward: Meta, replay: Meta, value: torch.Tensor) -> torch.Tensor:
+        """The quick comparison failed: give a jagged tensor forward's length, or note a difference."""
+        if same_but_for_ragged(forward, replay):
+            return compat.with_ragged_size(value, forward[0])
+        self.differences.append((index, forward, replay))
+        return value
 
 
 def _hook(
     refill: Refill,
     places: list[ref[Slot]],
-    metas: list[tuple[object, ...]] | None,
+    metas: list[Meta] | None,
     owner: Owner,
     *,
     shared: bool,
@@ -66,17 +67,17 @@ def _hook(
         slot = places[mine]()
         if slot is None:  # backward inside forward has freed this one
             return tensor.detach()
+        value = kept = tensor.detach() if tensor.requires_grad else tensor
         if metas is not None:
             meta = (tensor.shape, tensor.dtype, tensor.device)
             if meta != metas[mine]:
-                refill.compare(mine, metas[mine], meta)
-        value = tensor.detach() if tensor.requires_grad else tensor
+                kept = refill.reconcile(mine, metas[mine], meta, value)
         if shared:
-            slots.put(slot, owner, value)
+            slots.put(slot, owner, kept)
         else:
             slot.owner = owner
-            slot.value = value
-        slot.version = value._version
+            slot.value = kept
+        slot.version = kept._version
         return value
 
     def last(tensor: torch.Tensor, mine: int) -> torch.Tensor:
@@ -85,10 +86,12 @@ def _hook(
             return value
         slot = places[mine]()
         if slot is not None:
-            if metas is not None:
-                refill.compare(mine, metas[mine], (tensor.shape, tensor.dtype, tensor.device))
-            slots.put(slot, owner, value)
-            slot.version = value._version
+            kept = value
+            meta = (tensor.shape, tensor.dtype, tensor.device)
+            if metas is not None and meta != metas[mine]:
+                kept = refill.reconcile(mine, metas[mine], meta, value)
+            slots.put(slot, owner, kept)
+            slot.version = kept._version
         stopper = refill.stopper
         if stopper is not None:
             stopper.watch(tensor)

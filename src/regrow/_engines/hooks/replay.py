@@ -8,12 +8,11 @@ HooksFrame is what one call leaves behind; `HooksFrame.run` makes one replay of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from regrow._core import replaying
@@ -26,7 +25,7 @@ from regrow._core.session import Session
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
-from regrow._engines.hooks.slots import Slot
+from regrow._engines.hooks.slots import Meta, Slot
 from regrow._engines.hooks.stopping import Stop, Stopper
 
 
@@ -61,7 +60,7 @@ class HooksFrame(Frame):
         self.inputs = inputs
         self.environment = environment
         self.slots: list[ref[Slot]] = []
-        self.metas: list[tuple[object, ...]] | None = [] if call.check_metadata else None
+        self.metas: list[Meta] | None = [] if call.check_metadata else None
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
@@ -123,10 +122,8 @@ class HooksFrame(Frame):
             if self.call.early_stop:
                 refill.stopper = Stopper()
                 stack.callback(refill.stopper.close)
-            try:
+            with suppress(Stop):
                 self.call.function(*args, **kwargs)
-            except Stop:
-                pass
 
     def _check(self, refill: Refill, log: OperatorLog | None) -> None:
         forward = len(self.slots)

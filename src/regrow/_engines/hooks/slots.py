@@ -1,16 +1,18 @@
 """Slots: what autograd holds in place of saved tensors. The slot owns its value, so a graph node that dies frees it.
 
-    graph node --> slot --> value          frame - - weak - - > slot
+graph node --> slot --> value          frame - - weak - - > slot
 """
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import ref
 
 import torch
 
 from regrow._core.frame import Owner
+
+# What forward remembers of a saved tensor, to compare with the replay's: shape, dtype, device.
+Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Slot:
@@ -79,7 +81,7 @@ def live_count(slots: list[ref[Slot]]) -> int:
     return count
 
 
-def describe(meta: Any) -> str:
+def describe(meta: Meta) -> str:
     """A saved tensor in a message: ``(2, 64) float32 cpu``."""
     shape, dtype, device = meta
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {device}"
