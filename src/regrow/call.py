@@ -10,9 +10,9 @@ from regrow import arguments
 from regrow._core import compat
 from regrow._engines import native
 from regrow._engines.hooks import engine
-from regrow._engines.hooks.engine import Options
+from regrow._engines.hooks.engine import DEFAULTS
+from regrow._engines.hooks.replay import Options
 
-_DEFAULTS = Options()
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
 
 
@@ -111,12 +111,14 @@ def check_options(
     if (
         use_reentrant is False
         and preserve_rng_state is True
-        and context_fn is policy_fn is respect_saved_tensors_hooks is None
-        and determinism_check is _DEFAULTS.determinism_check
+        and context_fn is None
+        and policy_fn is None
+        and respect_saved_tensors_hooks is None
+        and determinism_check is DEFAULTS.determinism_check
         and debug is False
         and early_stop is True
     ):
-        return _DEFAULTS  # what nearly every call has, without building it again
+        return DEFAULTS  # what nearly every call has, without building it again
     arguments.check_flag("use_reentrant", use_reentrant)
     if use_reentrant:
         raise NotImplementedError(

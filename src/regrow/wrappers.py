@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from regrow import arguments
-from regrow._engines.hooks.engine import Options
+from regrow._engines.hooks.replay import Options
 from regrow.call import OPTION_NAMES, check_options, label_of, run
 
 _OPTIONS = "_regrow_options"
@@ -88,7 +88,7 @@ class _Checkpointed:
 
 
 @cache
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+def _subclass(base: Any) -> type[nn.Module]:
     plain: Any = base.forward
 
     @wraps(plain)
@@ -133,7 +133,7 @@ def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
     if unknown:
         allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
         raise ValueError(f"{', '.join(unknown)}: no option of checkpoint. The options are {allowed}.")
-    return check_options(checkpoint_kwargs.pop("use_reentrant", False), **checkpoint_kwargs)
+    return check_options(**checkpoint_kwargs)
 
 
 def _wrapped_function(function: Callable[..., Any], options: Options) -> Callable[..., Any]:

@@ -29,6 +29,10 @@ def _private(module: str, path: str, why: str) -> Any:
     return found
 
 
+# Grad mode without the object that torch.set_grad_enabled makes: it is set twice per replay.
+# Deleted if that object becomes cheap.
+set_grad_enabled: Callable[[bool], None] = _private("torch._C", "_set_grad_enabled", "replays record a graph")
+
 # Which backward is running: the owner of a replay outside sessions. Deleted by a public id of the graph task.
 graph_task_id: Callable[[], int] = _private("torch._C", "_current_graph_task_id", "it tells backward calls apart")
 
@@ -42,6 +46,15 @@ graph_task_keeps_graph: Callable[[], bool] = _private(
 # Deleted by a public end-of-backward callback.
 at_graph_task_end: Callable[[Callable[[], None]], None] = _private(
     "torch.autograd.variable", "Variable._execution_engine.queue_callback", "it tells when a backward has ended"
+)
+
+# Saved-tensor hooks without the object around them: they are installed twice per call.
+# Deleted if torch.autograd.graph.saved_tensors_hooks becomes cheap.
+push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = _private(
+    "torch._C._autograd", "_push_saved_tensors_default_hooks", "checkpointing lives on saved-tensor hooks"
+)
+pop_hooks: Callable[[], None] = _private(
+    "torch._C._autograd", "_pop_saved_tensors_default_hooks", "checkpointing lives on saved-tensor hooks"
 )
 
 _top_hooks: Callable[[bool], Hooks | None] = _private(
@@ -163,6 +176,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """`version_of` for each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
 
 
 def is_ragged(size: object) -> bool:

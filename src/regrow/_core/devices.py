@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,15 +23,18 @@ def is_awake(module: Any) -> bool:
     return True if asked is None else bool(asked())
 
 
-def in_play(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices other than CPU on which tensors lie, each once, in order."""
-    return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
+@cache
+def _can_wake(module: Any) -> bool:
+    available = getattr(module, "is_available", None)
+    return True if available is None else bool(available())
 
 
-def default_type() -> str:
-    """The type a function may use although none of its inputs lies there: torch's accelerator, or its default."""
+def asleep() -> str | None:
+    """The type of device a function might use but that is not initialised yet; None if it is, or if there is none."""
     accelerator = torch.accelerator.current_accelerator()
-    return DefaultDeviceType.get_device_type() if accelerator is None else accelerator.type
+    kind: str = DefaultDeviceType.get_device_type() if accelerator is None else accelerator.type
+    module = module_of(kind)
+    return kind if module is not None and _can_wake(module) and not is_awake(module) else None
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:

@@ -1,11 +1,12 @@
 """What surrounds a call: RNG, autocast, modes. Captured in forward, re-entered for a replay, and left untouched after.
 
-Nothing is entered that already is as forward had it.
+Nothing is entered that already is as forward had it, and what is at its default is not asked twice: both run once per
+call, on the path that a checkpoint is judged by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -15,9 +16,12 @@ import torch
 from regrow import errors
 from regrow._core import compat, devices
 
-_CPU = torch.device("cpu")
+_cpu_generator = torch.default_generator
 
 Autocast = tuple[str, bool, torch.dtype]
+# What is compared to find out whether anything must be entered at all: autocast, its type and cache, inference mode.
+ThreadState = tuple[bool, torch.dtype, bool, bool]
+DeviceStates = tuple[tuple[torch.device, torch.Tensor], ...]
 
 
 class Environment:
@@ -26,26 +30,35 @@ class Environment:
     Memory: one generator state (about 5 KB on CPU) per device in play, for as long as the frame lives.
     """
 
-    __slots__ = ("autocast", "autocast_cache", "function_modes", "rng", "sleeping")
+    __slots__ = ("cpu_rng", "device_autocast", "device_rng", "function_modes", "sleeping", "thread_state")
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, preserve_rng: bool) -> None:
-        """Capture the surroundings of this thread, and the devices on which ``tensors`` lie."""
-        found = devices.in_play(tensors)
-        default = devices.default_type()
-        module = devices.module_of(default)
-        awake = module is not None and devices.is_awake(module)
-        if awake and not found and default != "cpu":
-            found = [torch.device(default, module.current_device())] if hasattr(module, "current_device") else []
-        self.sleeping: str | None = default if preserve_rng and module is not None and not awake else None
-        self.rng: list[tuple[torch.device, torch.Tensor]] = _rng_states([_CPU, *found]) if preserve_rng else []
-        self.autocast = tuple(_autocast(kind) for kind in dict.fromkeys(["cpu", *(device.type for device in found)]))
-        self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.function_modes: tuple[Any, ...] = compat.function_modes() if compat.function_mode_count() else ()
+        """Capture the surroundings of this thread, and of the devices on which ``tensors`` lie."""
+        self.cpu_rng: torch.Tensor | None = None
+        self.device_rng: DeviceStates = ()
+        self.device_autocast: tuple[Autocast, ...] = ()
+        self.function_modes: tuple[Any, ...] = ()
+        # A device that sleeps now must not wake up inside forward: its generator could not be captured.
+        self.sleeping: str | None = None
+        found = [tensor.device for tensor in tensors if not tensor.is_cpu]
+        if preserve_rng:
+            self.cpu_rng = _cpu_generator.get_state()
+            self.sleeping = devices.asleep()
+        if found:
+            self.device_rng = _device_states(dict.fromkeys(found)) if preserve_rng else ()
+            self.device_autocast = _device_autocast(dict.fromkeys(device.type for device in found))
+        self.thread_state = _thread_state()
+        if compat.function_mode_count():
+            self.function_modes = compat.function_modes()
 
     def check_devices(self, label: str) -> None:
-        """Refuse a device that was first used inside forward: its generator was not captured."""
-        if self.sleeping is not None and devices.is_awake(devices.module_of(self.sleeping)):
+        """Refuse a device that was first used inside forward."""
+        if self.sleeping is not None and devices.asleep() != self.sleeping:
             raise RuntimeError(errors.device_woke_up(label, self.sleeping))
+
+    def device_autocast_differs(self) -> bool:
+        """Whether autocast of the devices in play is not here as it was in forward."""
+        return _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast
 
     def restored(self) -> Restored:
         """A context in which this thread is as forward was; the thread's own state is back when it is left."""
@@ -55,55 +68,78 @@ class Environment:
 class Restored:
     """The context of `Environment.restored`: one use."""
 
-    __slots__ = ("_environment", "_rng", "_stack", "_was_grad")
+    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_stack", "_was_grad")
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._was_grad = torch.is_grad_enabled()
         self._stack: ExitStack | None = None
-        self._rng: list[tuple[torch.device, torch.Tensor]] = []
-        self._was_grad = False
+        self._cpu_rng: torch.Tensor | None = None
+        self._device_rng: DeviceStates = ()
 
     def __enter__(self) -> None:
         environment = self._environment
-        self._was_grad = torch.is_grad_enabled()
-        stack = ExitStack()
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(mode=False))
-        for kind, enabled, dtype in environment.autocast:
-            if _autocast(kind) != (kind, enabled, dtype) or (
-                enabled and torch.is_autocast_cache_enabled() != environment.autocast_cache
-            ):
-                cache = environment.autocast_cache
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
-        if environment.function_modes or compat.function_mode_count():
-            _enter_function_modes(stack, environment.function_modes)
-        torch.set_grad_enabled(True)
-        self._rng = _rng_states([device for device, _ in environment.rng])
-        for device, state in environment.rng:
-            devices.set_rng_state(device, state)
-        self._stack = stack
+        if (
+            _thread_state() != environment.thread_state
+            or compat.function_mode_count()
+            or environment.function_modes
+            or (environment.device_autocast and environment.device_autocast_differs())
+        ):
+            self._stack = _entered(environment)
+        compat.set_grad_enabled(True)
+        if environment.cpu_rng is not None:
+            self._cpu_rng = _cpu_generator.get_state()
+            _cpu_generator.set_state(environment.cpu_rng)
+        if environment.device_rng:
+            self._device_rng = _device_states([device for device, _ in environment.device_rng])
+            _set_device_states(environment.device_rng)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for device, state in self._rng:
-            devices.set_rng_state(device, state)
-        torch.set_grad_enabled(self._was_grad)
+        if self._cpu_rng is not None:
+            _cpu_generator.set_state(self._cpu_rng)
+        if self._device_rng:
+            _set_device_states(self._device_rng)
         if self._stack is not None:
             self._stack.close()
+        compat.set_grad_enabled(self._was_grad)
 
 
-def _rng_states(wanted: list[torch.device]) -> list[tuple[torch.device, torch.Tensor]]:
-    found = [(device, devices.rng_state(device)) for device in wanted]
-    return [(device, state) for device, state in found if state is not None]
+def _thread_state() -> ThreadState:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
 
 
-def _autocast(kind: str) -> Autocast:
-    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
-        return kind, False, torch.float32
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _enter_function_modes(stack: ExitStack, modes: tuple[Any, ...]) -> None:
-    mine = compat.swap_function_modes(0, modes)
+def _entered(environment: Environment) -> ExitStack:
+    stack = ExitStack()
+    enabled, dtype, cache, _ = environment.thread_state
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(mode=False))
+    for kind, enabled, dtype in (("cpu", enabled, dtype), *environment.device_autocast):
+        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+    mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
+    return stack
+
+
+def _device_states(wanted: Iterable[torch.device]) -> DeviceStates:
+    found = ((device, devices.rng_state(device)) for device in wanted)
+    return tuple((device, state) for device, state in found if state is not None)
+
+
+def _set_device_states(states: DeviceStates) -> None:
+    for device, state in states:
+        devices.set_rng_state(device, state)
+
+
+def _device_autocast(kinds: Iterable[str]) -> tuple[Autocast, ...]:
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    )

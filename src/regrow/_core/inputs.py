@@ -27,7 +27,7 @@ class Inputs:
         self._held: list[Any] = tensors
         self._versions: list[int] | None = None
         if compat.surrounding_hooks() is None:
-            self._versions = [compat.version_of(tensor) for tensor in tensors]
+            self._versions = compat.versions_of(tensors)
         else:
             self._held = [compat.save_tensor(tensor) for tensor in tensors]
 
@@ -35,7 +35,7 @@ class Inputs:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
         if self._versions is None:
             return self._template.fill([saved.unpack() for saved in self._held])
-        now = [compat.version_of(tensor) for tensor in self._held]
+        now = compat.versions_of(self._held)
         if now != self._versions:
             raise self._changed(label, now, self._versions)
         return self._template.fill(self._held)

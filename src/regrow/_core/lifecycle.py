@@ -8,10 +8,10 @@ the function raised
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
 
-class State(Enum):
+class State(IntEnum):
     """Where a replay is in its life."""
 
     RUNNING = auto()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class _Thread(threading.local):
@@ -16,17 +14,21 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-@contextmanager
-def entered(label: str, *, scheduled: bool) -> Iterator[None]:
-    """While a replay runs. What was refused inside it is raised again when it is left."""
-    outer = thread.label, thread.scheduled, thread.refusal
+Before = tuple[str | None, bool, BaseException | None]
+
+
+def enter(label: str, *, scheduled: bool) -> Before:
+    """This thread begins a replay; give the answer to `leave`."""
+    before = thread.label, thread.scheduled, thread.refusal
     thread.label, thread.scheduled, thread.refusal = label, scheduled, None
-    try:
-        yield
-        if thread.refusal is not None:
-            raise thread.refusal
-    finally:
-        thread.label, thread.scheduled, thread.refusal = outer
+    return before
+
+
+def leave(before: Before) -> BaseException | None:
+    """This thread ends a replay; what was refused inside it, whatever became of that refusal there."""
+    refusal = thread.refusal
+    thread.label, thread.scheduled, thread.refusal = before
+    return refusal
 
 
 def is_recomputing() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,10 +17,13 @@ from regrow._core import compat
 _ATOMS = frozenset({int, float, bool, str, type(None)})
 
 
-class Place(NamedTuple):
+class Place:
     """Stands in a template for the tensor with this index."""
 
-    index: int
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class Branch:
@@ -50,6 +53,8 @@ class Template:
 
     def fill(self, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments again, in fresh containers."""
+        if self is TENSORS_ONLY:
+            return tensors, {}
         memo: dict[int, Any] = {}
         args = [_fill(node, tensors, memo) for node in self.args]
         kwargs = [_fill(node, tensors, memo) for node in self.kwargs]
@@ -57,6 +62,8 @@ class Template:
 
     def names(self, n_tensors: int) -> list[str]:
         """How a user would write each tensor: ``argument 0``, ``mask``, ``state['h'][1]``."""
+        if self is TENSORS_ONLY:
+            return [f"argument {index}" for index in range(n_tensors)]
         found = [""] * n_tensors
         roots = [(f"argument {index}", node) for index, node in enumerate(self.args)]
         roots += list(zip(self.kwargs_names, self.kwargs, strict=True))
@@ -66,12 +73,22 @@ class Template:
         return found
 
 
+# Of calls with nothing but positional tensors, which most are.
+TENSORS_ONLY = Template([], [], ())
+
+
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Template]:
     """Take the arguments of a call apart."""
+    if not kwargs:
+        for value in args:
+            if not isinstance(value, torch.Tensor):
+                break
+        else:
+            return list(args), TENSORS_ONLY
     tensors: list[torch.Tensor] = []
     memo: dict[int, Branch] = {}
     flat_args = [_take(value, tensors, memo) for value in args]
-    flat_kwargs = [_take(value, tensors, memo) for value in kwargs.values()] if kwargs else []
+    flat_kwargs = [_take(value, tensors, memo) for value in kwargs.values()]
     return tensors, Template(flat_args, flat_kwargs, tuple(kwargs))
 
 

@@ -1,1 +1,32 @@
-"""The command line."""
+"""The command line: `regrow`. Must stay importable without its extra, to say that it is missing."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+_EXTRA = ("rich", "typer")
+
+
+def main() -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs.
+    """
+    try:
+        app = import_module("regrow.cli.app").app
+    except ImportError as error:
+        sys.stderr.write(f"regrow: {_explained(error)}\n")
+        raise SystemExit(2) from None
+    app()
+
+
+def _explained(error: ImportError) -> str:
+    """The sentence for an import that fails for a reason of the machine; any other is a fault of ours, and raised."""
+    missing = error.name or ""
+    if missing.partition(".")[0] in _EXTRA:
+        return f"the command line needs {missing}, which is not installed. Run: pip install 'regrow[cli]'"
+    if missing == "regrow.cli._compat":
+        return str(error)
+    raise error

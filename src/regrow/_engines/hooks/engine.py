@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from regrow import arguments, errors
 from regrow._core import collect, compat, replaying, session, trees
@@ -18,21 +16,10 @@ from regrow._core.inputs import Inputs
 from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.pack import make_pack
-from regrow._engines.hooks.replay import Call, HooksFrame
+from regrow._engines.hooks.replay import HooksFrame, Options
 from regrow._engines.hooks.unpack import make_unpack
 
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The choices of `regrow.checkpoint`, checked."""
-
-    preserve_rng_state: bool = True
-    context_fn: Callable[[], tuple[Any, Any]] | None = None
-    policy_fn: Callable[..., Any] | None = None
-    determinism_check: str = "default"
-    debug: bool = False
-    early_stop: bool = True
-    respect_saved_tensors_hooks: bool | None = None
+DEFAULTS = Options()  # what nearly every call has
 
 
 def run(
@@ -46,9 +33,8 @@ def run(
         raise replaying.thread.refusal
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
-    call = Call(function, label, options.early_stop, options.determinism_check == "default")
-    frame = HooksFrame(call, Inputs(tensors, template), environment)
-    contexts = _contexts(frame, options)
+    frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
+    contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
     session.bind_new(frame)
     try:
@@ -66,21 +52,21 @@ def run(
 def _forward(
     frame: HooksFrame, contexts: tuple[AbstractContextManager[Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    function = frame.call.function
-    if not contexts:
-        with saved_tensors_hooks(make_pack(frame), make_unpack(frame)):
-            return function(*args, **kwargs)
-    with saved_tensors_hooks(make_pack(frame), make_unpack(frame)), ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        return function(*args, **kwargs)
+    compat.push_hooks(make_pack(frame), make_unpack(frame))
+    try:
+        if not contexts:
+            return frame.function(*args, **kwargs)
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            return frame.function(*args, **kwargs)
+    finally:
+        compat.pop_hooks()
     raise CheckpointError(errors.suppressed_exception(frame.label), label=frame.label)
 
 
 def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManager[Any], ...]:
     """What to enter around forward; what to enter around a replay is left in the frame."""
-    if options.context_fn is None and options.policy_fn is None and not options.debug:
-        return ()
     pairs = []
     if options.context_fn is not None:
         pairs.append(arguments.check_pair(options.context_fn(), options.context_fn))

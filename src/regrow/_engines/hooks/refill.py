@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
 from weakref import ref
 
 import torch
@@ -17,86 +16,78 @@ from regrow._engines.hooks.stopping import WATCHED, Stopper
 
 
 class Refill:
-    """One replay's progress.
+    """One replay's progress through forward's slots.
 
     Attributes:
-        pack: the hook to install; it answers with the detached tensor, so that backward inside the function works and
-            the replay's own graph dies with the replay.
-        wanted: how many tensors to bring back, up to the last slot that is still alive.
+        count: how many tensors the replay has saved.
+        wanted: how many to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
-        stopper: set with early stop.
+        stopper: ends the replay; None without early stop.
     """
 
-    def __init__(self, places: list[ref[Slot]], metas: list[Meta] | None, owner: Owner, *, shared: bool) -> None:
+    __slots__ = ("_metas", "_owner", "_places", "_shared", "_watched", "count", "differences", "stopper", "wanted")
+
+    def __init__(
+        self, places: list[ref[Slot]], metas: list[Meta] | None, owner: Owner, *, shared: bool, early_stop: bool
+    ) -> None:
+        self._places = places
+        self._metas = metas
+        self._owner = owner
+        self._shared = shared
+        self.count = 0
         self.wanted = slots.live_count(places)
         self.differences: list[Difference] = []
-        self.stopper: Stopper | None = None
-        self.pack, self._count = _hook(self, places, metas, owner, shared=shared)
+        self.stopper = Stopper() if early_stop else None
+        self._watched = self.wanted - WATCHED if early_stop else self.wanted
 
-    @property
-    def count(self) -> int:
-        """How many tensors the replay has saved."""
-        return self._count()
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook. It answers with the detached tensor: backward inside the function works, and the replay's own
+        graph dies with the replay.
+        """
+        index = self.count
+        self.count = index + 1
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if index < self.wanted:
+            slot = self._places[index]()
+            if slot is not None:  # backward inside forward frees slots early
+                metas = self._metas
+                kept = value
+                if metas is not None:
+                    shape, dtype, device = metas[index]
+                    if shape != tensor.shape or dtype is not tensor.dtype or device != tensor.device:
+                        kept = self._reconcile(index, tensor, value)
+                slot.version = kept._version
+                if self._shared:
+                    slots.put(slot, self._owner, kept)
+                else:
+                    slot.owner = self._owner
+                    slot.value = kept
+            if index >= self._watched and self.stopper is not None:
+                self.stopper.saved(tensor, sys._getframe(1), last=index == self.wanted - 1)
+        return value
 
-    def reconcile(self, index: int, forward: Meta, replay: Meta, value: torch.Tensor) -> torch.Tensor:
+    def close(self) -> None:
+        """The replay has ended, one way or the other."""
+        if self.stopper is not None:
+            self.stopper.close()
+
+    def let_go_of_changed(self) -> tuple[int, ...]:
+        """Let go of values that their own function overwrote after saving them; which ones."""
+        changed: tuple[int, ...] = ()
+        for index, place in enumerate(self._places):
+            slot = place()
+            if slot is not None:
+                value = slots.take(slot, self._owner, consume=False) if self._shared else slot.value
+                if value is not None and value._version != slot.version:
+                    slots.take(slot, self._owner, consume=True)
+                    changed += (index,)
+        return changed
+
+    def _reconcile(self, index: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The quick comparison failed: give a jagged tensor forward's length, or note a difference."""
+        assert self._metas is not None
+        forward, replay = self._metas[index], (tensor.shape, tensor.dtype, tensor.device)
         if same_but_for_ragged(forward, replay):
             return compat.with_ragged_size(value, forward[0])
         self.differences.append((index, forward, replay))
         return value
-
-
-def _hook(
-    refill: Refill,
-    places: list[ref[Slot]],
-    metas: list[Meta] | None,
-    owner: Owner,
-    *,
-    shared: bool,
-) -> tuple[Callable[[torch.Tensor], Any], Callable[[], int]]:
-    wanted = refill.wanted
-    watched = wanted - WATCHED
-    index = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal index
-        mine = index
-        index = mine + 1
-        if mine >= watched:
-            return last(tensor, mine)
-        slot = places[mine]()
-        if slot is None:  # backward inside forward has freed this one
-            return tensor.detach()
-        value = kept = tensor.detach() if tensor.requires_grad else tensor
-        if metas is not None:
-            meta = (tensor.shape, tensor.dtype, tensor.device)
-            if meta != metas[mine]:
-                kept = refill.reconcile(mine, metas[mine], meta, value)
-        if shared:
-            slots.put(slot, owner, kept)
-        else:
-            slot.owner = owner
-            slot.value = kept
-        slot.version = kept._version
-        return value
-
-    def last(tensor: torch.Tensor, mine: int) -> torch.Tensor:
-        value = tensor.detach() if tensor.requires_grad else tensor
-        if mine >= wanted:
-            return value
-        slot = places[mine]()
-        if slot is not None:
-            kept = value
-            meta = (tensor.shape, tensor.dtype, tensor.device)
-            if metas is not None and meta != metas[mine]:
-                kept = refill.reconcile(mine, metas[mine], meta, value)
-            slots.put(slot, owner, kept)
-            slot.version = kept._version
-        stopper = refill.stopper
-        if stopper is not None:
-            stopper.watch(tensor)
-            if mine == wanted - 1:
-                stopper.finish()
-        return value
-
-    return pack, lambda: index

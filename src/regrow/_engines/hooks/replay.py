@@ -8,14 +8,12 @@ HooksFrame is what one call leaves behind; `HooksFrame.run` makes one replay of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from torch.autograd.graph import saved_tensors_hooks
-
-from regrow._core import replaying
+from regrow._core import compat, replaying
 from regrow._core.environment import Environment
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
@@ -26,17 +24,20 @@ from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
 from regrow._engines.hooks.slots import Meta, Slot
-from regrow._engines.hooks.stopping import Stop, Stopper
+from regrow._engines.hooks.stopping import Stop
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What the user asked for: a function and its options, as `regrow.checkpoint` documents them."""
+class Options:
+    """The choices of one call, checked, as `regrow.checkpoint` documents them."""
 
-    function: Callable[..., Any]
-    label: str
-    early_stop: bool
-    check_metadata: bool
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], tuple[Any, Any]] | None = None
+    policy_fn: Callable[..., Any] | None = None
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
 
 
 class HooksFrame(Frame):
@@ -52,15 +53,18 @@ class HooksFrame(Frame):
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
 
-    __slots__ = ("call", "contexts", "environment", "inputs", "kept", "log", "metas", "slots")
+    __slots__ = ("contexts", "early_stop", "environment", "function", "inputs", "kept", "log", "metas", "slots")
 
-    def __init__(self, call: Call, inputs: Inputs, environment: Environment) -> None:
-        super().__init__(call.label)
-        self.call = call
+    def __init__(
+        self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
+    ) -> None:
+        super().__init__(label)
+        self.function = function
         self.inputs = inputs
         self.environment = environment
+        self.early_stop = options.early_stop
         self.slots: list[ref[Slot]] = []
-        self.metas: list[Meta] | None = [] if call.check_metadata else None
+        self.metas: list[Meta] | None = [] if options.determinism_check == "default" else None
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
@@ -76,16 +80,17 @@ class HooksFrame(Frame):
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
-        refill = Refill(self.slots, self.metas, owner, shared=bool(self.replays))
+        refill = Refill(self.slots, self.metas, owner, shared=bool(self.replays), early_stop=self.early_stop)
         replay = self.replays[owner] = Replay()
         log = None if self.log is None else OperatorLog()
         try:
             self._execute(refill, log, scheduled=scheduled)
-            self._check(refill, log)
+            if refill.differences or refill.count != len(self.slots):
+                self._check(refill, log)
         except BaseException:
             self.release(owner, Reason.FAILED)
             raise
-        replay.stale = self._changed_later(owner)
+        replay.stale = refill.let_go_of_changed()
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
         return replay
@@ -109,45 +114,43 @@ class HooksFrame(Frame):
 
     def _execute(self, refill: Refill, log: OperatorLog | None, *, scheduled: bool) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
-        with (
-            replaying.entered(self.label, scheduled=scheduled),
-            self.environment.restored(),
-            saved_tensors_hooks(refill.pack, _as_packed),
-            ExitStack() as stack,
-        ):
-            for context in self.contexts:
+        before = replaying.enter(self.label, scheduled=scheduled)
+        try:
+            with self.environment.restored():
+                compat.push_hooks(refill.pack, _as_packed)
+                try:
+                    if log is None and not self.contexts:
+                        self.function(*args, **kwargs)
+                    else:
+                        self._call_in_contexts(log, args, kwargs)
+                except Stop:
+                    pass
+                finally:
+                    refill.close()
+                    compat.pop_hooks()
+        finally:
+            refusal = replaying.leave(before)
+        if refusal is not None:
+            raise refusal
+
+    def _call_in_contexts(self, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts if log is None else (*self.contexts, log):
                 stack.enter_context(context)
-            if log is not None:
-                stack.enter_context(log)
-            if self.call.early_stop:
-                refill.stopper = Stopper()
-                stack.callback(refill.stopper.close)
-            with suppress(Stop):
-                self.call.function(*args, **kwargs)
+            self.function(*args, **kwargs)
 
     def _check(self, refill: Refill, log: OperatorLog | None) -> None:
         forward = len(self.slots)
-        # A stop leaves the rest unseen; before forward has returned, more is expected.
-        enough = refill.count >= refill.wanted if self.call.early_stop or not self.complete else refill.count == forward
-        if enough and not refill.differences:
-            return
-        raise mismatch.report(
-            self.label,
-            forward=forward,
-            replay=forward if enough else refill.count,
-            differences=refill.differences,
-            logs=None if log is None or self.log is None else (self.log, log),
-        )
-
-    def _changed_later(self, owner: Owner) -> tuple[int, ...]:
-        """Which values their own function overwrote after saving them; they are let go, reading one is an error."""
-        stale = []
-        for index, place in enumerate(self.slots):
-            slot = place()
-            if slot is not None and slots.moved(slot, owner):
-                slots.take(slot, owner, consume=True)
-                stale.append(index)
-        return tuple(stale)
+        # A stop leaves the rest unseen; while forward has not returned, more is to come.
+        enough = refill.count >= refill.wanted and (self.early_stop or not self.complete or refill.count == forward)
+        if not enough or refill.differences:
+            raise mismatch.report(
+                self.label,
+                forward=forward,
+                replay=forward if enough else refill.count,
+                differences=refill.differences,
+                logs=None if log is None or self.log is None else (self.log, log),
+            )
 
 
 def _as_packed(value: Any) -> Any:

@@ -59,12 +59,6 @@ def take(slot: Slot, owner: Owner, *, consume: bool) -> torch.Tensor | None:
     return others.pop(owner, None) if consume else others.get(owner)
 
 
-def moved(slot: Slot, owner: Owner) -> bool:
-    """Whether an owner's value was changed in place since it was saved."""
-    value = take(slot, owner, consume=False)
-    return value is not None and value._version != slot.version
-
-
 def drop(slots: list[ref[Slot]], owner: Owner) -> None:
     """Let go of every value of an owner."""
     for reference in slots:

@@ -9,8 +9,8 @@ kinds of operators must finish first, and the signal is raised at the next torch
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,38 +32,34 @@ class Stop(BaseException):
 class Stopper:
     """Decides when a replay ends. One replay, one thread."""
 
-    __slots__ = ("_depth", "_pending", "_plain", "_raised", "_site")
+    __slots__ = ("_caller", "_depth", "_ended", "_line", "_pending", "_plain")
 
     def __init__(self) -> None:
         self._depth = compat.function_mode_count()
-        self._site: tuple[int, int] = (0, 0)
+        self._caller: int | None = None
+        self._line = 0
         self._plain = False
         self._pending = False
-        self._raised = False
+        self._ended = False
 
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Look at one of the last tensors, called from the pack hook's own helper."""
-        caller = sys._getframe(3)
-        site = (id(caller), caller.f_lasti)
-        if site != self._site:
-            self._site = site
+    def saved(self, tensor: torch.Tensor, caller: FrameType, *, last: bool) -> None:
+        """One of the last tensors was saved, by an operator called from this Python frame. Stops after the last."""
+        if id(caller) != self._caller or caller.f_lasti != self._line:  # another operator
+            self._caller = id(caller)
+            self._line = caller.f_lasti
             self._plain = False
-        self._plain |= not tensor.requires_grad
-
-    def finish(self) -> None:
-        """Every saved tensor is back: stop now, or as soon as the running operator is done."""
-        if self._raised or self._pending:
-            return
-        if self._plain or sys._getframe(3).f_code is _FUNCTION_APPLY:
+        if not tensor.requires_grad:
+            self._plain = True
+        if last and not self._ended:
+            self._ended = True
+            if not self._plain and caller.f_code is not _FUNCTION_APPLY:
+                raise Stop
             self._pending = True
             above = compat.swap_function_modes(self._depth, ())
             compat.swap_function_modes(self._depth, (_StopAtNextCall(), *above))
-            return
-        self._raised = True
-        raise Stop
 
     def close(self) -> None:
-        """Take the pending stop off this thread's stack of function modes."""
+        """Take a pending stop off this thread's stack of function modes."""
         if self._pending:
             compat.swap_function_modes(self._depth, ())
 

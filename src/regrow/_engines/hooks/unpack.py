@@ -9,9 +9,9 @@ from weakref import ref
 import torch
 
 from regrow._core import compat, session
-from regrow._core.faults import ValueChangedError
+from regrow._core.faults import CheckpointError, ValueChangedError
 from regrow._core.frame import Owner
-from regrow._core.lifecycle import Reason, Replay
+from regrow._core.lifecycle import Reason, Replay, State
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.replay import HooksFrame
 from regrow._engines.hooks.slots import Slot
@@ -40,39 +40,58 @@ def make_unpack(frame: HooksFrame) -> Callable[[Slot], torch.Tensor]:
 def _regrow(frame: HooksFrame, slot: Slot) -> torch.Tensor:
     """The slow path: wait for a replay that runs, or make one."""
     active = frame.active_session if frame.complete else None
-    task = compat.graph_task_id()
-    if active is None:
+    if active is not None:
+        return _regrow_for(frame, slot, active, scheduled=True)
+    if frame.bound is not None:
         session.refuse_foreign_context(frame)
-    owner: Owner = active or (object() if task == -1 else task)
-    with frame.lock:
-        value = slots.take(slot, owner, consume=frame.consume)
-        if value is None:
-            value = _bring_back(frame, slot, owner, scheduled=active is not None)
-    return value
-
-
-def _bring_back(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool) -> torch.Tensor:
-    before = frame.replays.get(owner)
-    if before is not None:
-        _refuse_stale(frame, slot, before)
-        # Read twice in one pass. From now on the owner's values stay until it ends, so one more replay is enough.
+    task = compat.graph_task_id()
+    if task != -1:
+        return _regrow_for(frame, slot, task, scheduled=False)
+    owner = object()  # outside backward: this one value, nothing else
+    try:
+        return _regrow_for(frame, slot, owner, scheduled=False)
+    finally:
         frame.release(owner, Reason.ENDED)
+
+
+def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool) -> torch.Tensor:
+    with frame.lock:
+        before = frame.replays.get(owner)
+        if before is None:
+            replay = frame.run(owner, scheduled=scheduled)
+            if type(owner) is int:
+                _release_with_task(frame, owner, replay)
+                if frame.active_session is None:
+                    # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
+                    frame.consume = compat.graph_task_keeps_graph()
+        else:
+            value = slots.take(slot, owner, consume=frame.consume)
+            if value is not None:  # another thread's replay, for the same owner
+                return value
+            replay = _again(frame, slot, owner, before, scheduled=scheduled)
+        value = slots.take(slot, owner, consume=frame.consume)
+        frame.drop_if_released(owner, replay)
+        if value is None:
+            _refuse_stale(frame, slot, replay)
+            raise AssertionError(f"{frame.label}: a replay that passed its checks left a live slot empty")
+        return value
+
+
+def _again(frame: HooksFrame, slot: Slot, owner: Owner, before: Replay, *, scheduled: bool) -> Replay:
+    """Read twice in one pass. From now on the owner's values stay until it ends, so one more replay is enough."""
+    if before.state is State.RUNNING:
+        raise CheckpointError(
+            f"{frame.label}: the function runs backward through its own output while it is being replayed. "
+            "Backward inside a checkpointed function must stay inside it.",
+            label=frame.label,
+        )
+    _refuse_stale(frame, slot, before)
+    watch = before.watch
+    frame.release(owner, Reason.ENDED)
     replay = frame.run(owner, scheduled=scheduled)
-    if not scheduled:
-        _release_with_task(frame, owner, replay)
-    if before is not None:
-        frame.consume = False
-    elif frame.active_session is None:
-        # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
-        frame.consume = not isinstance(owner, int) or compat.graph_task_keeps_graph()
-    value = slots.take(slot, owner, consume=frame.consume)
-    if not scheduled and not isinstance(owner, int):
-        frame.release(owner, Reason.ENDED)  # outside backward: this one value, nothing else
-    frame.drop_if_released(owner, replay)
-    if value is None:
-        _refuse_stale(frame, slot, replay)
-        raise AssertionError(f"{frame.label}: a replay that passed its checks left a live slot empty")
-    return value
+    replay.watch = watch
+    frame.consume = False
+    return replay
 
 
 def _refuse_stale(frame: HooksFrame, slot: Slot, replay: Replay) -> None:
@@ -83,8 +102,6 @@ def _refuse_stale(frame: HooksFrame, slot: Slot, replay: Replay) -> None:
 
 def _release_with_task(frame: HooksFrame, owner: Owner, replay: Replay) -> None:
     """Release when the graph task ends. On success it calls back; on an error it only dies, and the reference tells."""
-    if not isinstance(owner, int):
-        return
     end = _TaskEnd(frame, owner)
     replay.watch = ref(end, partial(_release, ref(frame), owner))
     compat.at_graph_task_end(end)

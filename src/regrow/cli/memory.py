@@ -1,0 +1,89 @@
+"""Bytes of a step, from the profiler's own record of allocations. Must never ask regrow's counters.
+
+Each allocation adds its bytes and each release takes them away again, summed from where the step starts. What was there
+before, such as parameters, gradients and the optimizer's state, does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_CPU = 0  # "Device Type" of the host, in the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a step keeps alive: at most, and between its forwards and its backwards."""
+
+    peak_bytes: int
+    retained_bytes: int
+
+
+def measure(step: Callable[[], object], device: torch.device, *, forward: str, backward: str) -> Footprint | None:
+    """Run a step under the profiler and sum its allocations.
+
+    Args:
+        step: what to run. It marks its two phases with ``torch.profiler.record_function``.
+        device: whose memory counts.
+        forward: the mark of the first phase, at whose end the retained bytes are read.
+        backward: the mark of the second phase.
+
+    Returns:
+        The bytes, or None where the profiler hears of no allocation: not every device reports them.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes to stderr without being asked
+    gc.collect()  # garbage of earlier steps that is freed in this one would count as negative
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = _events(profiler)
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if _is_allocation(event, device)]
+    if not changes:
+        return None
+    changes.sort(key=itemgetter(0))
+    start, forward_end = _span(events, forward)
+    _, end = _span(events, backward)
+    return _summed([change for change in changes if start <= change[0] <= end], forward_end)
+
+
+def _summed(changes: list[tuple[float, int]], forward_end: float) -> Footprint:
+    live = peak = retained = 0
+    for time_us, n_bytes in changes:
+        live += n_bytes
+        peak = max(peak, live)
+        if time_us <= forward_end:
+            retained = live
+    return Footprint(peak, retained)
+
+
+def _events(profiler: profile) -> list[dict[str, Any]]:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def _is_allocation(event: dict[str, Any], device: torch.device) -> bool:
+    if event.get("name") != "[memory]":
+        return False
+    args = event["args"]
+    if device.type == "cpu":
+        return bool(args["Device Type"] == _CPU)
+    return bool(args["Device Type"] != _CPU and args["Device Id"] == (device.index or 0))
+
+
+def _span(events: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Start and end of a marked phase."""
+    mark = next(event for event in events if event.get("name") == name and "dur" in event)
+    return mark["ts"], mark["ts"] + mark["dur"]
