@@ -1,4 +1,4 @@
-"""Under torch.compile and export: torch's own checkpoint, which their tracers know. Must never log: that breaks a graph."""
+"""Under torch.compile and export: torch's own checkpoint, which tracers know. Must never log: that breaks a graph."""
 
 from __future__ import annotations
 

@@ -47,13 +47,15 @@ class Block(nn.Module):
         """Run the block, and count it: every replay comes through here too."""
         self.n_runs += 1
         x = x + self.dropout(self.proj(self._attend(self.ln1(x))))
-        return x + self.dropout(self.fc2(functional.gelu(self.fc1(self.ln2(x)))))
+        out: Tensor = x + self.dropout(self.fc2(functional.gelu(self.fc1(self.ln2(x)))))
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3 * self.n_heads, -1)).transpose(1, 2)
         q, k, v = heads.chunk(3, dim=1)
-        mixed: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).flatten(2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        joined: Tensor = mixed.transpose(1, 2).flatten(2)
+        return joined
 
 
 BlockRunner = Callable[[Block, Tensor], Tensor]

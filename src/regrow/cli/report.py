@@ -65,8 +65,8 @@ def meaning(plain: Row, native: Row, ours: Row) -> str:
     """What the table says, in two sentences."""
     return (
         "Where backward is cut into dx and dw, torch's checkpoint replays a block for dx and again for each of its "
-        f"{PARAMETER_GROUPS} groups of parameters in dw, {_times(native.replays)} in all, and holds what a replay brings "
-        f"back until it is read: {_cost(native, plain)}. "
+        f"{PARAMETER_GROUPS} groups of parameters in dw, {_times(native.replays)} in all, and holds what a "
+        f"replay brings back until it is read: {_cost(native, plain)}. "
         f"regrow replays it {_times(ours.replays)} for both: {_cost(ours, plain)}, with every loss and the last step's "
         "gradients equal to those of no checkpoint, bit for bit."
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from regrow._core import compat
 from regrow._core.faults import ReplayMismatchError
 from regrow._engines.hooks.oplog import OperatorLog, parting
-from regrow._engines.hooks.slots import Meta, describe
+from regrow._engines.hooks.slots import Look, describe
 
-Difference = tuple[int, Meta, Meta]
+Difference = tuple[int, Look, Look]
 
 _CAUSES = (
     "Does the function branch on state that changed since forward (a global, a counter, a training flag), "
@@ -15,7 +15,7 @@ _CAUSES = (
 )
 
 
-def same_but_for_ragged(forward: Meta, replay: Meta) -> bool:
+def same_but_for_ragged(forward: Look, replay: Look) -> bool:
     """Whether two saved tensors look alike. A jagged length is a new symbol at every construction, so any two match."""
     shape, *rest = forward
     other_shape, *other_rest = replay

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regrow._core import trees
-from regrow._engines.hooks.slots import describe
+from regrow._engines.hooks.slots import describe, look
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -33,7 +33,7 @@ class OperatorLog(TorchDispatchMode):
         """Run the operator and note it."""
         out = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.detach.default:
-            made = ", ".join(describe((t.shape, t.dtype, t.device)) for t in trees.tensors_in(out))
+            made = ", ".join(describe(look(t)) for t in trees.tensors_in(out))
             self.lines.append(f"{func} -> {made or 'no tensor'}")
             self.places.append(_user_line())
         return out

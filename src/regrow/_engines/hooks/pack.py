@@ -14,8 +14,8 @@ from regrow._engines.hooks.slots import Slot
 def make_pack(frame: HooksFrame) -> Callable[[torch.Tensor], Slot]:
     """The pack hook of one call."""
     add = frame.slots.append
-    metas = frame.metas
-    if metas is None:
+    looks = frame.looks
+    if looks is None:
 
         def pack_blindly(tensor: torch.Tensor) -> Slot:
             slot = Slot()
@@ -24,12 +24,12 @@ def make_pack(frame: HooksFrame) -> Callable[[torch.Tensor], Slot]:
 
         return pack_blindly
 
-    describe = metas.append
+    add_look = looks.append
 
     def pack(tensor: torch.Tensor) -> Slot:
         slot = Slot()
         add(ref(slot))
-        describe((tensor.shape, tensor.dtype, tensor.device))
+        add_look((tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device))
         return slot
 
     return pack

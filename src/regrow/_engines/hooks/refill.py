@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from itertools import count, islice, repeat
+from operator import attrgetter
+from typing import Any
 from weakref import ref
 
 import torch
@@ -11,82 +15,113 @@ from regrow._core import compat
 from regrow._core.frame import Owner
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
-from regrow._engines.hooks.slots import Meta, Slot
+from regrow._engines.hooks.slots import Look, Slot
 from regrow._engines.hooks.stopping import WATCHED, Stopper
+
+_versions_of = attrgetter("_version")
 
 
 class Refill:
     """One replay's progress through forward's slots.
 
     Attributes:
-        count: how many tensors the replay has saved.
-        wanted: how many to bring back: up to the last slot that is still alive.
+        wanted: how many tensors to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
-        stopper: ends the replay; None without early stop.
     """
 
-    __slots__ = ("_metas", "_owner", "_places", "_shared", "_watched", "count", "differences", "stopper", "wanted")
+    __slots__ = ("_ahead", "_looks", "_owner", "_places", "_stopper", "_values", "_versions", "differences", "wanted")
 
-    def __init__(
-        self, places: list[ref[Slot]], metas: list[Meta] | None, owner: Owner, *, shared: bool, early_stop: bool
-    ) -> None:
+    def __init__(self, places: list[ref[Slot]], looks: list[Look] | None, owner: Owner) -> None:
         self._places = places
-        self._metas = metas
+        self._looks = looks
         self._owner = owner
-        self._shared = shared
-        self.count = 0
         self.wanted = slots.live_count(places)
         self.differences: list[Difference] = []
-        self.stopper = Stopper() if early_stop else None
-        self._watched = self.wanted - WATCHED if early_stop else self.wanted
+        self._stopper: Stopper | None = None
+        self._ahead: Iterator[int] = count()
+        self._values: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hook. It answers with the detached tensor: backward inside the function works, and the replay's own
-        graph dies with the replay.
+    def pack_hook(self, stopper: Stopper | None, *, shared: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay.
+
+        Args:
+            stopper: ends the replay; None without early stop.
+            shared: whether another owner may hold values in the same slots.
         """
-        index = self.count
-        self.count = index + 1
-        value = tensor.detach() if tensor.requires_grad else tensor
-        if index < self.wanted:
-            slot = self._places[index]()
-            if slot is not None:  # backward inside forward frees slots early
-                metas = self._metas
-                kept = value
-                if metas is not None:
-                    shape, dtype, device = metas[index]
-                    if shape != tensor.shape or dtype is not tensor.dtype or device != tensor.device:
-                        kept = self._reconcile(index, tensor, value)
-                slot.version = kept._version
-                if self._shared:
-                    slots.put(slot, self._owner, kept)
-                else:
-                    slot.owner = self._owner
-                    slot.value = kept
-            if index >= self._watched and self.stopper is not None:
-                self.stopper.saved(tensor, sys._getframe(1), last=index == self.wanted - 1)
-        return value
+        self._stopper = stopper
+        # One step of an iterator brings everything forward knows of the next tensor; the last ones are watched.
+        looks = repeat(None) if self._looks is None else self._looks
+        unwatched = self.wanted if stopper is None else max(self.wanted - WATCHED, 0)
+        rows = islice(zip(self._ahead, self._places, looks), unwatched)
+        owner, note_value, note_version, last = self._owner, self._values.append, self._versions.append, self._last
 
-    def close(self) -> None:
-        """The replay has ended, one way or the other."""
-        if self.stopper is not None:
-            self.stopper.close()
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            row = next(rows, None)
+            if row is None:
+                return last(tensor)
+            index, place, look = row
+            value = kept = tensor.detach() if tensor.requires_grad else tensor
+            slot = place()
+            if slot is None:  # backward inside forward freed it
+                return value
+            if look is not None and (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device) != look:
+                kept = self._reconcile(index, tensor, value)
+            if shared:
+                slots.put(slot, owner, kept)
+            else:
+                slot.owner = owner
+                slot.value = kept
+            note_value(kept)
+            note_version(kept._version)
+            return value
+
+        return pack
+
+    def count(self) -> int:
+        """How many tensors the replay has saved. To be asked once, after it."""
+        return next(self._ahead)
+
+    def forget(self) -> None:
+        """Let go of the values themselves: the replay's graph may outlive the replay and holds its hooks."""
+        self._values.clear()
 
     def let_go_of_changed(self) -> tuple[int, ...]:
         """Let go of values that their own function overwrote after saving them; which ones."""
-        changed: tuple[int, ...] = ()
-        for index, place in enumerate(self._places):
-            slot = place()
-            if slot is not None:
-                value = slots.take(slot, self._owner, consume=False) if self._shared else slot.value
-                if value is not None and value._version != slot.version:
-                    slots.take(slot, self._owner, consume=True)
-                    changed += (index,)
-        return changed
+        values, versions = self._values, self._versions
+        if list(map(_versions_of, values)) == versions:
+            return ()
+        changed = {id(value) for value, then in zip(values, versions, strict=True) if value._version != then}
+        return tuple(index for index, place in enumerate(self._places) if self._let_go(place(), changed))
+
+    def _let_go(self, slot: Slot | None, changed: set[int]) -> bool:
+        if slot is None or id(slots.take(slot, self._owner, consume=False)) not in changed:
+            return False
+        slots.take(slot, self._owner, consume=True)
+        return True
+
+    def _last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of the last tensors, or one more than forward saved."""
+        index = next(self._ahead)
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if index >= self.wanted:
+            return value
+        slot = self._places[index]()
+        if slot is not None:
+            kept = value
+            if self._looks is not None and slots.look(tensor) != self._looks[index]:
+                kept = self._reconcile(index, tensor, value)
+            slots.put(slot, self._owner, kept)
+            self._values.append(kept)
+            self._versions.append(kept._version)
+        if self._stopper is not None:
+            self._stopper.saved(tensor, sys._getframe(2), last=index == self.wanted - 1)
+        return value
 
     def _reconcile(self, index: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The quick comparison failed: give a jagged tensor forward's length, or note a difference."""
-        assert self._metas is not None
-        forward, replay = self._metas[index], (tensor.shape, tensor.dtype, tensor.device)
+        looks: Any = self._looks
+        forward, replay = looks[index], slots.look(tensor)
         if same_but_for_ragged(forward, replay):
             return compat.with_ragged_size(value, forward[0])
         self.differences.append((index, forward, replay))

@@ -23,8 +23,8 @@ from regrow._core.session import Session
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
-from regrow._engines.hooks.slots import Meta, Slot
-from regrow._engines.hooks.stopping import Stop
+from regrow._engines.hooks.slots import Look, Slot
+from regrow._engines.hooks.stopping import Stop, Stopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class HooksFrame(Frame):
 
     Attributes:
         slots: the places forward left with autograd, in the order they were saved.
-        metas: shape, dtype and device of each; None where they are not compared.
+        looks: what they look like; None where that is not compared.
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
@@ -53,7 +53,7 @@ class HooksFrame(Frame):
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
 
-    __slots__ = ("contexts", "early_stop", "environment", "function", "inputs", "kept", "log", "metas", "slots")
+    __slots__ = ("contexts", "early_stop", "environment", "function", "inputs", "kept", "log", "looks", "slots")
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -64,7 +64,7 @@ class HooksFrame(Frame):
         self.environment = environment
         self.early_stop = options.early_stop
         self.slots: list[ref[Slot]] = []
-        self.metas: list[Meta] | None = [] if options.determinism_check == "default" else None
+        self.looks: list[Look] | None = [] if options.determinism_check == "default" else None
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
@@ -80,17 +80,19 @@ class HooksFrame(Frame):
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
-        refill = Refill(self.slots, self.metas, owner, shared=bool(self.replays), early_stop=self.early_stop)
+        refill = Refill(self.slots, self.looks, owner)
+        shared = bool(self.replays)
         replay = self.replays[owner] = Replay()
         log = None if self.log is None else OperatorLog()
         try:
-            self._execute(refill, log, scheduled=scheduled)
-            if refill.differences or refill.count != len(self.slots):
-                self._check(refill, log)
+            self._execute(refill, log, shared=shared, scheduled=scheduled)
+            self._check(refill, log)
+            replay.stale = refill.let_go_of_changed()
         except BaseException:
             self.release(owner, Reason.FAILED)
             raise
-        replay.stale = refill.let_go_of_changed()
+        finally:
+            refill.forget()
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
         return replay
@@ -112,12 +114,13 @@ class HooksFrame(Frame):
         for kept in self.kept:
             kept.forget()
 
-    def _execute(self, refill: Refill, log: OperatorLog | None, *, scheduled: bool) -> None:
+    def _execute(self, refill: Refill, log: OperatorLog | None, *, shared: bool, scheduled: bool) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
         before = replaying.enter(self.label, scheduled=scheduled)
         try:
             with self.environment.restored():
-                compat.push_hooks(refill.pack, _as_packed)
+                stopper = Stopper() if self.early_stop else None
+                compat.push_hooks(refill.pack_hook(stopper, shared=shared), _as_packed)
                 try:
                     if log is None and not self.contexts:
                         self.function(*args, **kwargs)
@@ -126,8 +129,9 @@ class HooksFrame(Frame):
                 except Stop:
                     pass
                 finally:
-                    refill.close()
                     compat.pop_hooks()
+                    if stopper is not None:
+                        stopper.close()
         finally:
             refusal = replaying.leave(before)
         if refusal is not None:
@@ -140,14 +144,14 @@ class HooksFrame(Frame):
             self.function(*args, **kwargs)
 
     def _check(self, refill: Refill, log: OperatorLog | None) -> None:
-        forward = len(self.slots)
+        forward, replay = len(self.slots), refill.count()
         # A stop leaves the rest unseen; while forward has not returned, more is to come.
-        enough = refill.count >= refill.wanted and (self.early_stop or not self.complete or refill.count == forward)
+        enough = replay == forward or (replay >= refill.wanted and (self.early_stop or not self.complete))
         if not enough or refill.differences:
             raise mismatch.report(
                 self.label,
                 forward=forward,
-                replay=forward if enough else refill.count,
+                replay=forward if enough else replay,
                 differences=refill.differences,
                 logs=None if log is None or self.log is None else (self.log, log),
             )

@@ -11,8 +11,13 @@ import torch
 
 from regrow._core.frame import Owner
 
-# What forward remembers of a saved tensor, to compare with the replay's: shape, dtype, device.
-Meta = tuple[torch.Size, torch.dtype, torch.device]
+# What a saved tensor looks like: shape, dtype, and True for the CPU or else the device.
+Look = tuple[torch.Size, torch.dtype, torch.device | bool]
+
+
+def look(tensor: torch.Tensor) -> Look:
+    """What a tensor looks like."""
+    return tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device
 
 
 class Slot:
@@ -75,7 +80,7 @@ def live_count(slots: list[ref[Slot]]) -> int:
     return count
 
 
-def describe(meta: Meta) -> str:
+def describe(meta: Look) -> str:
     """A saved tensor in a message: ``(2, 64) float32 cpu``."""
     shape, dtype, device = meta
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {device}"
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {'cpu' if device is True else device}"
