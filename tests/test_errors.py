@@ -1,0 +1,217 @@
+"""Every error a user can cause at the public edge: the table in docs/errors.md, row by row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import regrow
+from regrow._core import compat
+
+TABLE = Path(__file__).parents[1] / "docs" / "errors.md"
+ROW = re.compile(r"^\| `(?P<says>[^`]+)` \| (?P<cls>\w+) \|")
+
+
+def rows() -> dict[str, str]:
+    found = (ROW.match(line) for line in TABLE.read_text().splitlines())
+    return {row["says"]: row["cls"] for row in found if row}
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(4, requires_grad=True)
+
+
+def call(**options: Any) -> Callable[[], Any]:
+    return lambda: regrow.checkpoint(torch.sin, leaf(), **options)
+
+
+def with_handle(action: Callable[[Any], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with regrow.recompute_handle_collector_ctx() as handles:
+            output = regrow.checkpoint(torch.sin, leaf())
+        try:
+            action(handles[0])
+        finally:
+            regrow.clear_recompute_session("mine")
+            del output
+
+    return run
+
+
+def prefire_in(session_id: str, *, retain: bool) -> Callable[[Any], None]:
+    def action(handle: Any) -> None:
+        with regrow.recompute_session_ctx(session_id, retain_on_unpack=retain):
+            regrow.recompute_handle(handle, "mine")
+
+    return action
+
+
+def prefire_twice(handle: Any) -> None:
+    regrow.recompute_handle(handle, "mine")
+    regrow.recompute_handle(handle, "other")
+
+
+def prefire_the_dead() -> None:
+    with regrow.recompute_handle_collector_ctx() as handles:
+        regrow.checkpoint(torch.sin, leaf()).sum().backward()
+    regrow.recompute_handle(handles[0], "mine")
+
+
+def prefire_in_forward() -> None:
+    with regrow.recompute_handle_collector_ctx() as handles:
+        regrow.checkpoint(lambda x: regrow.recompute_handle(handles[0], "mine"), leaf())
+
+
+def nest_in_a_session() -> None:
+    with regrow.recompute_handle_collector_ctx() as handles:
+        output = regrow.checkpoint(lambda x: regrow.checkpoint(torch.sin, x.exp()).cos(), leaf())
+    regrow.recompute_handle(handles[0], "mine")
+    del output
+
+
+def nest_contexts() -> None:
+    with regrow.recompute_session_ctx("a"), regrow.recompute_session_ctx("b"):
+        pass
+
+
+def wake_a_device() -> None:
+    """A module that sleeps until forward uses it stands for a device, on a type that has no module of its own."""
+
+    class Sleeper:
+        awake = False
+
+        def is_initialized(self) -> bool:
+            return self.awake
+
+    sleeper = Sleeper()
+    kind = torch.utils.checkpoint.DefaultDeviceType.get_device_type()
+    torch._register_device_module("meta", sleeper)
+    torch.utils.checkpoint.DefaultDeviceType.set_device_type("meta")
+    try:
+        regrow.checkpoint(lambda x: setattr(sleeper, "awake", True) or x.sin(), leaf())
+    finally:
+        torch.utils.checkpoint.DefaultDeviceType.set_device_type(kind)
+        del torch.meta
+
+
+def change_an_input() -> None:
+    x, scale = leaf(), torch.ones(4)
+    loss = regrow.checkpoint(torch.mul, x, scale).sum()
+    scale.add_(1)
+    loss.backward()
+
+
+def overwrite_a_saved_tensor() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        z = y.sin()
+        y.mul_(2)
+        return z.cos() + y
+
+    regrow.checkpoint(function, leaf(), early_stop=False).sum().backward()
+
+
+def branch(first: Callable[[Any], Any], second: Callable[[Any], Any], **options: Any) -> Callable[[], None]:
+    def run() -> None:
+        ways = iter([first, second])
+        regrow.checkpoint(lambda x: next(ways)(x), leaf(), **options).sum().backward()
+
+    return run
+
+
+def run_into_itself() -> None:
+    reached = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if reached:
+            torch.autograd.grad(reached[0], x, retain_graph=True)
+        return x.sin()
+
+    with regrow.recompute_session_ctx("mine", retain_on_unpack=True):
+        with regrow.recompute_handle_collector_ctx() as handles:
+            reached.append(regrow.checkpoint(function, leaf()).sum())
+        regrow.recompute_handle(handles[0], "mine")
+
+
+class Swallow:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def raise_under_a_swallowing_context() -> None:
+    regrow.checkpoint(lambda x: x.nothing, leaf(), context_fn=lambda: (Swallow(), Swallow()))
+
+
+def own_forward() -> None:
+    module = nn.ReLU()
+    module.forward = torch.sin
+    regrow.checkpoint_wrapper(module)
+
+
+CAUSES: dict[str, Callable[[], Any]] = {
+    "function is missing": lambda: regrow.checkpoint(x=1),
+    "function must be": lambda: regrow.checkpoint(3, leaf()),
+    "use_reentrant must be True or False": call(use_reentrant=None),
+    "has no reentrant engine": call(use_reentrant=True),
+    "preserve_rng_state must be True or False": call(preserve_rng_state=1),
+    "debug must be True or False": call(debug="yes"),
+    "early_stop must be True or False": call(early_stop=1),
+    "respect_saved_tensors_hooks must be True or False": call(respect_saved_tensors_hooks=0),
+    "context_fn must be": call(context_fn=3),
+    "context_fn must return a pair": call(context_fn=lambda: Swallow()),
+    "policy_fn must be": call(policy_fn=[torch.ops.aten.mm.default]),
+    "determinism_check must be one of": call(determinism_check="strict"),
+    "policy_fn returned": call(policy_fn=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD),
+    "is no OpOverload": lambda: regrow.create_selective_checkpoint_contexts([torch.ops.aten.mm]),
+    "must be a function or a list of operators": lambda: regrow.create_selective_checkpoint_contexts(3),
+    "suppressed an exception": raise_under_a_swallowing_context,
+    "was initialised inside the checkpointed function": wake_a_device,
+    "session_id must name the session": lambda: regrow.recompute_session_ctx(None),
+    "session_id must be hashable": lambda: regrow.clear_recompute_session([1]),
+    "retain_on_unpack must be True or False": lambda: regrow.recompute_session_ctx("mine", retain_on_unpack=1),
+    "handle must come from": lambda: regrow.recompute_handle("handle", "mine"),
+    "contexts nest only with the same id": nest_contexts,
+    "Prefire inside a context of the same session": with_handle(prefire_in("other", retain=True)),
+    "which lets values go as they are read": with_handle(prefire_in("mine", retain=False)),
+    "graph of this checkpointed call has died": prefire_the_dead,
+    "its forward has not returned": prefire_in_forward,
+    "is active on this checkpointed call": with_handle(prefire_twice),
+    "nested checkpoint inside": nest_in_a_session,
+    "an input was changed in place": change_an_input,
+    "is changed in place later in the function": overwrite_a_saved_tensor,
+    "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
+    "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),
+    "of the replay is": branch(torch.sin, torch.cos, policy_fn=lambda *_, **__: False, early_stop=False),
+    "backward through its own output": run_into_itself,
+    "module_or_fn must be": lambda: regrow.checkpoint_wrapper(3),
+    "no option of checkpoint": lambda: regrow.checkpoint_wrapper(nn.ReLU(), earlystop=True),
+    "is checkpointed already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
+    "has a forward of its own instance": own_forward,
+    "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),
+    "where must be": lambda: regrow.apply_checkpointing(nn.ReLU(), "ReLU"),
+    "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),
+    "which torch": lambda: compat._private("torch._C", "_no_such_name", "a test asks for it"),
+}
+
+
+def test_the_table_and_the_causes_are_the_same_rows() -> None:
+    """Rule 19: every error a user can cause is in the table, and every row of the table can be caused."""
+    assert set(rows()) == set(CAUSES)
+
+
+@pytest.mark.parametrize("says", CAUSES)
+def test_a_mistake_says_what_the_table_says(says: str) -> None:
+    """Rules 4, 8, 10, 11, 15 and 19: the error has the documented class and sentence."""
+    with pytest.raises(Exception, match=re.escape(says)) as caught:
+        CAUSES[says]()
+    assert type(caught.value).__name__ == rows()[says]
