@@ -76,23 +76,36 @@ def checkpoint(
 
     Source: torch 2.13, utils/checkpoint.py; the decorator form and ``respect_saved_tensors_hooks`` are torch 2.14's.
     """
-    options = check_options(
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        policy_fn=policy_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
-        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-    )
+    if (
+        use_reentrant is False
+        and preserve_rng_state is True
+        and context_fn is None
+        and policy_fn is None
+        and respect_saved_tensors_hooks is None
+        and determinism_check is DEFAULTS.determinism_check
+        and debug is False
+        and early_stop is True
+    ):
+        options = DEFAULTS  # what nearly every call has, without building it again
+    else:
+        options = check_options(
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            policy_fn=policy_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
     if function is None:
         if args or kwargs:
             raise ValueError(
                 f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it."
             )
         return _decorator(options)
-    arguments.check_callable("function", function, "the function or module to run")
+    if not callable(function):
+        arguments.check_callable("function", function, "the function or module to run")
     return run(function, label_of(function), args, kwargs, options)
 
 
@@ -108,17 +121,6 @@ def check_options(
     respect_saved_tensors_hooks: bool | None = None,
 ) -> Options:
     """Checked options of a call; ValueError names what is wrong."""
-    if (
-        use_reentrant is False
-        and preserve_rng_state is True
-        and context_fn is None
-        and policy_fn is None
-        and respect_saved_tensors_hooks is None
-        and determinism_check is DEFAULTS.determinism_check
-        and debug is False
-        and early_stop is True
-    ):
-        return DEFAULTS  # what nearly every call has, without building it again
     arguments.check_flag("use_reentrant", use_reentrant)
     if use_reentrant:
         raise NotImplementedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,18 +22,23 @@ def is_awake(module: Any) -> bool:
     return True if asked is None else bool(asked())
 
 
-@cache
-def _can_wake(module: Any) -> bool:
-    available = getattr(module, "is_available", None)
-    return True if available is None else bool(available())
+# Types whose module said once that this machine has none of them: they cannot wake up.
+_absent: set[str] = set()
 
 
 def asleep() -> str | None:
     """The type of device a function might use but that is not initialised yet; None if it is, or if there is none."""
     accelerator = torch.accelerator.current_accelerator()
     kind: str = DefaultDeviceType.get_device_type() if accelerator is None else accelerator.type
+    if kind in _absent:
+        return None
     module = module_of(kind)
-    return kind if module is not None and _can_wake(module) and not is_awake(module) else None
+    if module is None or is_awake(module):
+        return None
+    if hasattr(module, "is_available") and not module.is_available():
+        _absent.add(kind)
+        return None
+    return kind
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:

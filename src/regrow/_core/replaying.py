@@ -5,30 +5,28 @@ from __future__ import annotations
 import threading
 
 
+class Running:
+    """A replay that runs on a thread.
+
+    Attributes:
+        label: the call that is replayed.
+        scheduled: for a session, rather than for one backward.
+        refusal: what must end this replay, even if user code swallows it.
+    """
+
+    __slots__ = ("label", "refusal", "scheduled")
+
+    def __init__(self, label: str, *, scheduled: bool) -> None:
+        self.label = label
+        self.scheduled = scheduled
+        self.refusal: BaseException | None = None
+
+
 class _Thread(threading.local):
-    label: str | None = None  # the call being replayed
-    scheduled = False  # for a session, rather than for one backward
-    refusal: BaseException | None = None  # what must end this replay, even if user code swallows it
+    running: Running | None = None
 
 
 thread = _Thread()
-
-
-Before = tuple[str | None, bool, BaseException | None]
-
-
-def enter(label: str, *, scheduled: bool) -> Before:
-    """This thread begins a replay; give the answer to `leave`."""
-    before = thread.label, thread.scheduled, thread.refusal
-    thread.label, thread.scheduled, thread.refusal = label, scheduled, None
-    return before
-
-
-def leave(before: Before) -> BaseException | None:
-    """This thread ends a replay; what was refused inside it, whatever became of that refusal there."""
-    refusal = thread.refusal
-    thread.label, thread.scheduled, thread.refusal = before
-    return refusal
 
 
 def is_recomputing() -> bool:
@@ -39,4 +37,4 @@ def is_recomputing() -> bool:
 
     Threads: the answer is that of the calling thread; a replay runs on whichever thread asked for it.
     """
-    return thread.label is not None
+    return thread.running is not None

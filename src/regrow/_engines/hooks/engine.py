@@ -28,9 +28,10 @@ def run(
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
     if not torch.is_grad_enabled() or compat.functorch_active():
         return function(*args, **kwargs)
-    if replaying.thread.scheduled:
-        replaying.thread.refusal = NestedFrameError(label, replaying.thread.label or "")
-        raise replaying.thread.refusal
+    outer = replaying.thread.running
+    if outer is not None and outer.scheduled:
+        outer.refusal = NestedFrameError(label, outer.label)
+        raise outer.refusal
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
@@ -39,7 +40,8 @@ def run(
     session.bind_new(frame)
     try:
         output = _forward(frame, contexts, args, kwargs)
-        environment.check_devices(label)
+        if environment.sleeping is not None:
+            environment.check_devices(label)
     except BaseException:
         _discard(frame, entry)
         raise

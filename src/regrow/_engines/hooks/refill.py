@@ -115,7 +115,10 @@ class Refill:
             self._values.append(kept)
             self._versions.append(kept._version)
         if self._stopper is not None:
-            self._stopper.saved(tensor, sys._getframe(2), last=index == self.wanted - 1)
+            if not tensor.requires_grad:
+                self._stopper.saved_plain(sys._getframe(2))
+            if index == self.wanted - 1:
+                self._stopper.saved_last(sys._getframe(2))
         return value
 
     def _reconcile(self, index: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -116,10 +116,12 @@ class HooksFrame(Frame):
 
     def _execute(self, refill: Refill, log: OperatorLog | None, *, shared: bool, scheduled: bool) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
-        before = replaying.enter(self.label, scheduled=scheduled)
+        thread = replaying.thread
+        outer, running = thread.running, replaying.Running(self.label, scheduled=scheduled)
+        thread.running = running
         try:
             with self.environment.restored():
-                stopper = Stopper() if self.early_stop else None
+                stopper = Stopper(len(self.environment.function_modes)) if self.early_stop else None
                 compat.push_hooks(refill.pack_hook(stopper, shared=shared), _as_packed)
                 try:
                     if log is None and not self.contexts:
@@ -130,12 +132,12 @@ class HooksFrame(Frame):
                     pass
                 finally:
                     compat.pop_hooks()
-                    if stopper is not None:
+                    if stopper is not None and stopper.pending:
                         stopper.close()
         finally:
-            refusal = replaying.leave(before)
-        if refusal is not None:
-            raise refusal
+            thread.running = outer
+        if running.refusal is not None:
+            raise running.refusal
 
     def _call_in_contexts(self, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
         with ExitStack() as stack:

@@ -30,38 +30,39 @@ class Stop(BaseException):
 
 
 class Stopper:
-    """Decides when a replay ends. One replay, one thread."""
+    """Decides when a replay ends. One replay, one thread.
 
-    __slots__ = ("_caller", "_depth", "_ended", "_line", "_pending", "_plain")
+    Attributes:
+        pending: the last tensor is back, and the stop waits for the next torch call.
+    """
 
-    def __init__(self) -> None:
-        self._depth = compat.function_mode_count()
-        self._caller: int | None = None
-        self._line = 0
-        self._plain = False
-        self._pending = False
+    __slots__ = ("_depth", "_ended", "_plain_site", "pending")
+
+    def __init__(self, depth: int) -> None:
+        """Args: depth: how many function modes this thread has when the function begins."""
+        self._depth = depth
         self._ended = False
+        self._plain_site: tuple[int, int] | None = None
+        self.pending = False
 
-    def saved(self, tensor: torch.Tensor, caller: FrameType, *, last: bool) -> None:
-        """One of the last tensors was saved, by an operator called from this Python frame. Stops after the last."""
-        if id(caller) != self._caller or caller.f_lasti != self._line:  # another operator
-            self._caller = id(caller)
-            self._line = caller.f_lasti
-            self._plain = False
-        if not tensor.requires_grad:
-            self._plain = True
-        if last and not self._ended:
-            self._ended = True
-            if not self._plain and caller.f_code is not _FUNCTION_APPLY:
-                raise Stop
-            self._pending = True
-            above = compat.swap_function_modes(self._depth, ())
-            compat.swap_function_modes(self._depth, (_StopAtNextCall(), *above))
+    def saved_plain(self, caller: FrameType) -> None:
+        """One of the last tensors, without gradient, was saved by an operator called from this Python frame."""
+        self._plain_site = (id(caller), caller.f_lasti)
+
+    def saved_last(self, caller: FrameType) -> None:
+        """The last tensor was saved by an operator called from this Python frame: stop."""
+        if self._ended:
+            return
+        self._ended = True
+        if caller.f_code is not _FUNCTION_APPLY and self._plain_site != (id(caller), caller.f_lasti):
+            raise Stop
+        self.pending = True
+        above = compat.swap_function_modes(self._depth, ())
+        compat.swap_function_modes(self._depth, (_StopAtNextCall(), *above))
 
     def close(self) -> None:
         """Take a pending stop off this thread's stack of function modes."""
-        if self._pending:
-            compat.swap_function_modes(self._depth, ())
+        compat.swap_function_modes(self._depth, ())
 
 
 class _StopAtNextCall(TorchFunctionMode):
