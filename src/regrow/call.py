@@ -16,7 +16,7 @@ from regrow._engines.hooks.replay import Options
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
 
 
-def checkpoint(
+def checkpoint(  # noqa: PLR0913 - torch's signature
     function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool = False,
@@ -104,8 +104,7 @@ def checkpoint(
                 f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it."
             )
         return _decorator(options)
-    if not callable(function):
-        arguments.check_callable("function", function, "the function or module to run")
+    arguments.check_callable("function", function, "the function or module to run")
     return run(function, label_of(function), args, kwargs, options)
 
 

@@ -99,7 +99,7 @@ def _subclass(base: Any) -> type[nn.Module]:
     return type(f"Checkpointed{base.__name__}", (_Checkpointed, base), fields)
 
 
-def _bare(base: type[nn.Module]) -> nn.Module:
+def _bare(base: Any) -> nn.Module:
     """An empty instance of a wrapped class, for pickle and copy to fill."""
     cls: Any = _subclass(base)
     module: nn.Module = cls.__new__(cls)
@@ -111,10 +111,11 @@ def _base_of(cls: Any) -> Any:
 
 
 def _wrap(module: nn.Module, options: Options, name: str) -> nn.Module:
-    label = f"{label_of(type(module))}.forward"
+    cls: Any = type(module)
+    label = f"{label_of(cls)}.forward"
     module.__dict__[_OPTIONS] = options
     module.__dict__[_LABEL] = f"{name} ({label})" if name else label
-    module.__class__ = _subclass(type(module))
+    module.__class__ = _subclass(cls)
     return module
 
 

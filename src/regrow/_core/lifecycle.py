@@ -38,18 +38,25 @@ class Replay:
     """One re-execution of a call and what it brought back, for one owner.
 
     Attributes:
+        label: the call that is replayed.
+        scheduled: for a session, rather than for one backward.
         state: only `advance` moves it.
         reason: why it was released; None before.
+        refusal: what must end it while it runs, even if user code swallows that.
         stale: indices of saved tensors that their own function overwrote after they were saved.
+        watch: keeps a weak reference to the end of a graph task alive.
     """
 
-    __slots__ = ("__weakref__", "reason", "stale", "state", "watch")
+    __slots__ = ("label", "reason", "refusal", "scheduled", "stale", "state", "watch")
 
-    def __init__(self) -> None:
+    def __init__(self, label: str, *, scheduled: bool) -> None:
+        self.label = label
+        self.scheduled = scheduled
         self.state = State.RUNNING
         self.reason: Reason | None = None
+        self.refusal: BaseException | None = None
         self.stale: tuple[int, ...] = ()
-        self.watch: object = None  # keeps the weak reference to the end of a graph task alive
+        self.watch: object = None
 
     def advance(self, state: State, reason: Reason | None = None) -> None:
         """Make a legal move; an illegal one raises and changes nothing."""

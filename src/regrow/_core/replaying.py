@@ -1,29 +1,14 @@
-"""Whether this thread runs a replay, and for whom. Must never be read on the unpack path of a filled slot."""
+"""Whether this thread runs a replay, and which. Must never be read on the unpack path of a filled slot."""
 
 from __future__ import annotations
 
 import threading
 
-
-class Running:
-    """A replay that runs on a thread.
-
-    Attributes:
-        label: the call that is replayed.
-        scheduled: for a session, rather than for one backward.
-        refusal: what must end this replay, even if user code swallows it.
-    """
-
-    __slots__ = ("label", "refusal", "scheduled")
-
-    def __init__(self, label: str, *, scheduled: bool) -> None:
-        self.label = label
-        self.scheduled = scheduled
-        self.refusal: BaseException | None = None
+from regrow._core.lifecycle import Replay
 
 
 class _Thread(threading.local):
-    running: Running | None = None
+    replay: Replay | None = None
 
 
 thread = _Thread()
@@ -37,4 +22,4 @@ def is_recomputing() -> bool:
 
     Threads: the answer is that of the calling thread; a replay runs on whichever thread asked for it.
     """
-    return thread.running is not None
+    return thread.replay is not None

@@ -114,7 +114,7 @@ class Keep(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, policy: Policy, kept: Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.hooks: compat.Hooks | None = None
         self._policy = policy
@@ -146,7 +146,7 @@ class Recall(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self._entries: list[Entry] | None = None
         self._next = 0
@@ -155,7 +155,7 @@ class Recall(TorchDispatchMode):
         """Start at forward's first operator."""
         self._entries = self.kept.entries
         self._next = 0
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(

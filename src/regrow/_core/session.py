@@ -83,7 +83,7 @@ def opened(session_id: Hashable, *, retain: bool) -> Iterator[None]:
 def bind_new(frame: Frame) -> None:
     """A call made inside a context belongs to its session, unless a replay makes it."""
     context = _current.get()
-    if context is None or replaying.thread.running is not None:
+    if context is None or replaying.thread.replay is not None:
         return
     with _control:
         _bind(frame, context.session)

@@ -28,7 +28,7 @@ def run(
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
     if not torch.is_grad_enabled() or compat.functorch_active():
         return function(*args, **kwargs)
-    outer = replaying.thread.running
+    outer = replaying.thread.replay
     if outer is not None and outer.scheduled:
         outer.refusal = NestedFrameError(label, outer.label)
         raise outer.refusal

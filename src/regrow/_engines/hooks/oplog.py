@@ -23,7 +23,7 @@ class OperatorLog(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.places: list[str] = []
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count, islice, repeat
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -16,7 +17,7 @@ from regrow._core.frame import Owner
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
 from regrow._engines.hooks.slots import Look, Slot
-from regrow._engines.hooks.stopping import WATCHED, Stopper
+from regrow._engines.hooks.stopping import WATCHED, call_site, stop
 
 _versions_of = attrgetter("_version")
 
@@ -29,7 +30,19 @@ class Refill:
         differences: saved tensors that do not look like forward's.
     """
 
-    __slots__ = ("_ahead", "_looks", "_owner", "_places", "_stopper", "_values", "_versions", "differences", "wanted")
+    __slots__ = (
+        "_ahead",
+        "_depth",
+        "_ended",
+        "_looks",
+        "_owner",
+        "_places",
+        "_plain_site",
+        "_values",
+        "_versions",
+        "differences",
+        "wanted",
+    )
 
     def __init__(self, places: list[ref[Slot]], looks: list[Look] | None, owner: Owner) -> None:
         self._places = places
@@ -37,23 +50,25 @@ class Refill:
         self._owner = owner
         self.wanted = slots.live_count(places)
         self.differences: list[Difference] = []
-        self._stopper: Stopper | None = None
+        self._depth: int | None = None
+        self._ended = False
+        self._plain_site: tuple[int, int] | None = None
         self._ahead: Iterator[int] = count()
         self._values: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    def pack_hook(self, stopper: Stopper | None, *, shared: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pack_hook(self, stop_depth: int | None, *, shared: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay.
 
         Args:
-            stopper: ends the replay; None without early stop.
+            stop_depth: how many function modes this thread has now; None without early stop.
             shared: whether another owner may hold values in the same slots.
         """
-        self._stopper = stopper
+        self._depth = stop_depth
         # One step of an iterator brings everything forward knows of the next tensor; the last ones are watched.
         looks = repeat(None) if self._looks is None else self._looks
-        unwatched = self.wanted if stopper is None else max(self.wanted - WATCHED, 0)
-        rows = islice(zip(self._ahead, self._places, looks), unwatched)
+        unwatched = self.wanted if stop_depth is None else max(self.wanted - WATCHED, 0)
+        rows = islice(zip(self._ahead, self._places, looks, strict=False), unwatched)
         owner, note_value, note_version, last = self._owner, self._values.append, self._versions.append, self._last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,12 +129,16 @@ class Refill:
             slots.put(slot, self._owner, kept)
             self._values.append(kept)
             self._versions.append(kept._version)
-        if self._stopper is not None:
-            if not tensor.requires_grad:
-                self._stopper.saved_plain(sys._getframe(2))
-            if index == self.wanted - 1:
-                self._stopper.saved_last(sys._getframe(2))
+        if self._depth is not None:
+            self._watch(tensor, index, sys._getframe(2), self._depth)
         return value
+
+    def _watch(self, tensor: torch.Tensor, index: int, caller: FrameType, depth: int) -> None:
+        if not tensor.requires_grad:
+            self._plain_site = call_site(caller)
+        if index == self.wanted - 1 and not self._ended:
+            self._ended = True
+            stop(caller, depth, operator_writes=self._plain_site == call_site(caller))
 
     def _reconcile(self, index: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The quick comparison failed: give a jagged tensor forward's length, or note a difference."""

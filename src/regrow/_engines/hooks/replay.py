@@ -24,7 +24,7 @@ from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
 from regrow._engines.hooks.slots import Look, Slot
-from regrow._engines.hooks.stopping import Stop, Stopper
+from regrow._engines.hooks.stopping import Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class HooksFrame(Frame):
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
-        refill = Refill(self.slots, self.looks, owner)
         shared = bool(self.replays)
-        replay = self.replays[owner] = Replay()
+        refill = Refill(self.slots, self.looks, owner)
+        replay = self.replays[owner] = Replay(self.label, scheduled=scheduled)
         log = None if self.log is None else OperatorLog()
         try:
-            self._execute(refill, log, shared=shared, scheduled=scheduled)
+            self._execute(replay, refill, log, shared=shared)
             self._check(refill, log)
             replay.stale = refill.let_go_of_changed()
         except BaseException:
@@ -114,15 +114,14 @@ class HooksFrame(Frame):
         for kept in self.kept:
             kept.forget()
 
-    def _execute(self, refill: Refill, log: OperatorLog | None, *, shared: bool, scheduled: bool) -> None:
+    def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None, *, shared: bool) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
         thread = replaying.thread
-        outer, running = thread.running, replaying.Running(self.label, scheduled=scheduled)
-        thread.running = running
+        outer, thread.replay = thread.replay, replay
+        modes = len(self.environment.function_modes)
         try:
             with self.environment.restored():
-                stopper = Stopper(len(self.environment.function_modes)) if self.early_stop else None
-                compat.push_hooks(refill.pack_hook(stopper, shared=shared), _as_packed)
+                compat.push_hooks(refill.pack_hook(modes if self.early_stop else None, shared=shared), _as_packed)
                 try:
                     if log is None and not self.contexts:
                         self.function(*args, **kwargs)
@@ -132,12 +131,12 @@ class HooksFrame(Frame):
                     pass
                 finally:
                     compat.pop_hooks()
-                    if stopper is not None and stopper.pending:
-                        stopper.close()
+                    if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
+                        compat.swap_function_modes(modes, ())
         finally:
-            thread.running = outer
-        if running.refusal is not None:
-            raise running.refusal
+            thread.replay = outer
+        if replay.refusal is not None:
+            raise replay.refusal
 
     def _call_in_contexts(self, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
         with ExitStack() as stack:

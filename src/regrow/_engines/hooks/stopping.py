@@ -29,40 +29,23 @@ class Stop(BaseException):
     """Ends a replay. Not an Exception, so that user code that catches those does not swallow it."""
 
 
-class Stopper:
-    """Decides when a replay ends. One replay, one thread.
+def call_site(caller: FrameType) -> tuple[int, int]:
+    """Which operator call this Python frame is in: the same for everything that one operator saves."""
+    return id(caller), caller.f_lasti
 
-    Attributes:
-        pending: the last tensor is back, and the stop waits for the next torch call.
+
+def stop(caller: FrameType, depth: int, *, operator_writes: bool) -> None:
+    """The last tensor was saved by an operator called from this Python frame: stop now, or at the next torch call.
+
+    Args:
+        caller: the frame that called the operator.
+        depth: how many function modes this thread had when the function began.
+        operator_writes: the operator may still write what it saved.
     """
-
-    __slots__ = ("_depth", "_ended", "_plain_site", "pending")
-
-    def __init__(self, depth: int) -> None:
-        """Args: depth: how many function modes this thread has when the function begins."""
-        self._depth = depth
-        self._ended = False
-        self._plain_site: tuple[int, int] | None = None
-        self.pending = False
-
-    def saved_plain(self, caller: FrameType) -> None:
-        """One of the last tensors, without gradient, was saved by an operator called from this Python frame."""
-        self._plain_site = (id(caller), caller.f_lasti)
-
-    def saved_last(self, caller: FrameType) -> None:
-        """The last tensor was saved by an operator called from this Python frame: stop."""
-        if self._ended:
-            return
-        self._ended = True
-        if caller.f_code is not _FUNCTION_APPLY and self._plain_site != (id(caller), caller.f_lasti):
-            raise Stop
-        self.pending = True
-        above = compat.swap_function_modes(self._depth, ())
-        compat.swap_function_modes(self._depth, (_StopAtNextCall(), *above))
-
-    def close(self) -> None:
-        """Take a pending stop off this thread's stack of function modes."""
-        compat.swap_function_modes(self._depth, ())
+    if not operator_writes and caller.f_code is not _FUNCTION_APPLY:
+        raise Stop
+    above = compat.swap_function_modes(depth, ())
+    compat.swap_function_modes(depth, (_StopAtNextCall(), *above))
 
 
 class _StopAtNextCall(TorchFunctionMode):
