@@ -1,0 +1,118 @@
+"""Saved-tensor hooks of the user: around a call they see its inputs, inside it what they would see anyway."""
+
+import pytest
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+
+
+class Recorder:
+    """Hooks that copy, and note what passes."""
+
+    def __init__(self):
+        self.packed, self.unpacked = [], []
+
+    def hooks(self):
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor):
+        self.packed.append(tuple(tensor.shape))
+        return [tensor.detach().clone()]
+
+    def _unpack(self, packed):
+        self.unpacked.append(tuple(packed[0].shape))
+        return packed[0]
+
+
+def test_hooks_around_a_call_see_its_inputs_and_nothing_of_its_inside(same_grads):
+    """Rule 1: tensors of the arguments, wherever they stand, and each as often as it is an argument."""
+    recorder = Recorder()
+
+    def program(call):
+        recorder.packed.clear()
+        x, w, b = (torch.randn(n, 3, requires_grad=True) for n in (2, 3, 1))
+        with recorder.hooks():
+            out = call(lambda x, parts, *, b: torch.tanh(x @ parts[0].t()).exp() + b, x, [w], b=b)
+        out.sum().backward()
+        return x.grad, w.grad, b.grad
+
+    same_grads(program)
+    assert recorder.packed == [(2, 3), (3, 3), (1, 3)]
+
+
+def test_hooks_around_a_call_are_asked_once_per_replay(engine):
+    """Rule 6: each backward brings the inputs back once."""
+    recorder = Recorder()
+    x = torch.randn(3, requires_grad=True)
+    with recorder.hooks():
+        out = engine.checkpoint(lambda t: t.sin().exp(), x).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert (recorder.packed, recorder.unpacked) == ([(3,)], [(3,)] * 2)
+
+
+def test_an_input_that_hooks_have_copied_may_change_afterwards(engine, same):
+    """Rule 4: the replay starts from the copy, which is what forward saw."""
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3)
+    want = torch.autograd.grad((x * other).sin().sum(), x)
+    with Recorder().hooks():
+        out = engine.checkpoint(lambda a, b: (a * b).sin(), x, other)
+    other.add_(1)
+    same(torch.autograd.grad(out.sum(), x), want)
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_save_on_cpu_around_chained_and_nested_calls(same_grads, pin):
+    """Rule 1: offloading what crosses the borders."""
+    if pin and not torch.accelerator.is_available():
+        pytest.skip("pinned memory needs an accelerator")
+
+    def program(call):
+        x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with save_on_cpu(pin_memory=pin):
+            h = call(lambda t: torch.tanh(t @ w), x)
+            h = call(lambda t: call(lambda u: (u @ w).sin(), t.exp()).cos(), h).sigmoid()
+        h.sum().backward()
+        return x.grad, w.grad
+
+    same_grads(program)
+
+
+def test_hooks_around_one_of_two_calls(same_grads):
+    """Rule 1: the hooks that count are those of forward; backward's do not matter."""
+
+    def program(call):
+        x = torch.randn(3, requires_grad=True)
+        with save_on_cpu():
+            h = call(lambda t: t.sin().exp(), x)
+        h = call(lambda t: t.cos().tanh(), h)
+        with Recorder().hooks():
+            h.sum().backward()
+        return x.grad
+
+    same_grads(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_hooks_inside_the_function_see_what_they_surround_in_both_runs(engine, same, early_stop):
+    """Rule 1: the innermost hooks win; those tensors are the user's, the rest is regrown."""
+    recorder = Recorder()
+    x = torch.randn(3, requires_grad=True)
+
+    def region(t):
+        with recorder.hooks():
+            h = t.sin().exp()
+        return h.cos().tanh()
+
+    engine.checkpoint(region, x, early_stop=early_stop).sum().backward()
+    assert recorder.packed == [(3,)] * 4
+    assert recorder.unpacked == [(3,)] * 2
+    same(x.grad, torch.autograd.grad(x.sin().exp().cos().tanh().sum(), x)[0])
+
+
+def test_where_hooks_are_forbidden_the_call_says_so(engine):
+    """Rule 2: autograd's own word, before anything runs."""
+    ran = []
+    x = torch.randn(3, requires_grad=True)
+    with disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match="no hooks here"):
+        engine.checkpoint(lambda t: ran.append(1) or t.sin(), x)
+    assert ran == []

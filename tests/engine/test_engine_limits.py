@@ -1,0 +1,89 @@
+"""Limits shared with torch's checkpoint: the replay reads the world as it is then. Each is an expected failure.
+
+A strict expected failure tells when a limit has gone.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+limit = pytest.mark.xfail(
+    strict=True, raises=(AssertionError, RuntimeError, pytest.fail.Exception), reason="as in torch"
+)
+
+
+@limit
+def test_a_hook_that_the_function_puts_on_its_input_fires_once(same_grads):
+    """Rule 1: the replay registers it a second time, before backward has reached the input."""
+
+    def program(call):
+        x = torch.randn(3, requires_grad=True)
+
+        def function(h):
+            h.register_hook(lambda grad: grad * 3)
+            return h.sin()
+
+        call(function, x * 1).sum().backward()
+        return x.grad
+
+    same_grads(program)
+
+
+@limit
+def test_parameters_replaced_for_the_time_of_forward_are_replaced_in_the_replay(same_grads):
+    """Rule 3: ``functional_call`` has put the module's own parameters back when the replay reads them."""
+
+    class Model(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.lin = nn.Linear(2, 2, bias=False)
+            self.call = call
+
+        def forward(self, x):
+            return self.call(lambda t: self.lin(t).tanh(), x)
+
+    def program(call):
+        weight, x = torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
+        torch.func.functional_call(Model(call), {"lin.weight": weight}, (x,)).sum().backward()
+        return x.grad, weight.grad
+
+    same_grads(program)
+
+
+@limit
+def test_a_captured_tensor_that_was_changed_in_place_is_refused(engine):
+    """Rule 4: plain autograd refuses; the replay sees a tensor that is no argument, with other values than forward."""
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2)
+    out = engine.checkpoint(lambda t: (t * weight).sin(), x)
+    weight.mul_(2)
+    with pytest.raises(RuntimeError):
+        out.sum().backward()
+
+
+@limit
+def test_inference_tensors_may_be_inputs_under_hooks(same_grads):
+    """Rule 1: the plain call saves nothing of it here; the checkpoint saves every input, and autograd refuses that."""
+
+    def program(call):
+        with torch.inference_mode():
+            shift = torch.ones(3)
+        x = torch.randn(3, requires_grad=True)
+        with save_on_cpu():
+            out = call(lambda t, s: (t + s).sin(), x, shift)
+        out.sum().backward()
+        return x.grad
+
+    same_grads(program)
+
+
+@limit
+def test_random_numbers_in_a_batched_backward(same_grads):
+    """Rule 1: plain backward draws nothing; the replay draws under the batching mode, which forbids it."""
+
+    def program(call):
+        x = torch.linspace(0.1, 1, 4).requires_grad_()
+        out = call(lambda t: torch.dropout(t.exp(), 0.5, True).tanh(), x)
+        return torch.autograd.grad(out, x, torch.eye(4), is_grads_batched=True)[0]
+
+    same_grads(program)

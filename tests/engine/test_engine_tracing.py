@@ -1,0 +1,201 @@
+"""While torch.compile or export traces, a call is torch's own checkpoint: one graph, the same gradients."""
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
+
+import regrow
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+MM = torch.ops.aten.mm.default
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def region(x, w):
+    return torch.tanh(torch.tanh(x @ w) @ w)
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    return op is MM
+
+
+OPTIONS = {
+    "defaults": {},
+    "no early stop": {"early_stop": False},
+    "random numbers not preserved": {"preserve_rng_state": False},
+    "no check": {"determinism_check": "none"},
+    "policy": {"policy_fn": keep_products},
+    "hooks not respected": {"respect_saved_tensors_hooks": False},
+}
+
+
+def grads(function, x, w):
+    return torch.autograd.grad(function(x, w).square().sum(), [x, w])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_compiled_call_is_one_graph_with_the_plain_gradients(engine, same, backend, options):
+    """Rule 22: no graph break, with every option."""
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def function(x, w):
+        return engine.checkpoint(region, x.sin(), w, **OPTIONS[options]).exp()
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(grads(compiled, x, w), grads(lambda x, w: region(x.sin(), w).exp(), x, w))
+
+
+def test_the_graph_holds_torchs_checkpoint(engine):
+    """Rule 22: what torch's tracer knows, with torch's own words for regrow's options."""
+    graphs = {}
+    for name, call in (("regrow", engine.checkpoint), ("torch", torchs)):
+        torch._dynamo.reset()
+        recorded = EagerAndRecordGraphs()
+        compiled = torch.compile(lambda x, w, call=call: call(region, x, w), backend=recorded, fullgraph=True)
+        compiled(torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+        (graph,) = recorded.graphs
+        graphs[name] = [(node.op, str(node.target), dict(node.kwargs)) for node in graph.graph.nodes]
+    assert graphs["regrow"] == graphs["torch"]
+    assert any("checkpoint" in target for _, target, _ in graphs["regrow"])
+
+
+def torchs(function, *args):
+    return torch_checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        determinism_check="default",
+        debug=False,
+        early_stop=True,
+    )
+
+
+def test_keywords_of_the_function_survive(engine, same):
+    """Rule 22: the function's own keywords are the function's."""
+
+    def scaled(x, *, scale, shift=None):
+        return (x * scale).sin() + (0 if shift is None else shift)
+
+    x, shift = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, shift: engine.checkpoint(scaled, x, scale=2.0, shift=shift), backend="eager", fullgraph=True
+    )
+    got = torch.autograd.grad(compiled(x, shift).sum(), [x, shift])
+    same(got, torch.autograd.grad(scaled(x, scale=2.0, shift=shift).sum(), [x, shift]))
+
+
+def test_a_compiled_module_with_wrapped_parts(same):
+    """Rule 22: wrapped modules trace as modules do."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+    want = torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+    regrow.apply_checkpointing(net, lambda name, module: name == "1")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), [x, *net.parameters()]), want)
+    assert counter.frame_count == 1
+
+
+def test_a_decorated_function_is_traced(engine, same):
+    """Rule 22: the decorator form too."""
+
+    @engine.checkpoint(early_stop=False)
+    def block(x):
+        return x.sin().exp()
+
+    x = torch.randn(3, requires_grad=True)
+    compiled = torch.compile(lambda t: block(t) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad((x.sin().exp() * 2).sum(), x)
+    )
+
+
+def test_a_policy_has_its_effect_in_the_compiled_backward(engine):
+    """Rule 22: kept products are not in the backward graph, replayed ones are."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def products_of_backward(**options):
+        torch._dynamo.reset()
+        seen = []
+
+        def count(graph, inputs):
+            seen.append(sum(node.target is MM for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        backend = aot_autograd(
+            fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+            bw_compiler=count,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        compiled = torch.compile(lambda x, w: engine.checkpoint(region, x, w, **options), backend=backend)
+        compiled(x, w).sum().backward()
+        return seen[0]
+
+    assert products_of_backward(policy_fn=keep_products) < products_of_backward()
+
+
+def test_nothing_is_said_while_tracing(engine, caplog):
+    """Rule 22: a log call would break the graph."""
+    compiled = torch.compile(lambda x: engine.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
+    compiled(torch.randn(3, requires_grad=True))
+    assert [record for record in caplog.records if record.name.startswith("regrow")] == []
+
+
+def test_export_sees_the_function(engine):
+    """Rule 22: export traces through."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return engine.checkpoint(lambda t: t.sin().exp(), x)
+
+    x = torch.randn(3)
+    program = torch.export.export(Net(), (x,))
+    torch.testing.assert_close(program.module()(x), x.sin().exp())
+
+
+def test_make_fx_traces_forward_and_backward(engine):
+    """Rule 22: a functional trace of a whole step, as AOTAutograd makes it."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        out = engine.checkpoint(lambda t: t.sin().exp(), x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    x = torch.randn(3)
+    traced = make_fx(step)(x)
+    torch.testing.assert_close(traced(x), x.cos() * x.sin().exp())
+
+
+def test_compiled_autograd_replays_eager_calls(engine):
+    """Rule 1: forward was eager, backward is traced; nested calls in the replay are what they were in forward."""
+    x = torch.linspace(0.1, 1, 4).requires_grad_()
+    out = engine.checkpoint(lambda t: engine.checkpoint(lambda u: u.exp().tanh(), t.sin()).cos(), x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().exp().tanh().cos().sum(), x)[0])
+
+
+def test_eager_calls_before_and_after_a_trace_are_regrows(engine, counted):
+    """Rule 22: the choice is made per call."""
+    run = counted(torch.sin)
+    x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda t: engine.checkpoint(torch.sin, t), backend="eager")(x)
+    with regrow.recompute_handle_collector_ctx() as handles:
+        engine.checkpoint(run, x).sum().backward()
+    assert (len(handles), run.runs) == (1, 2)
