@@ -499,3 +499,84 @@ def hooks_on_intermediates(ckpt):
         return y.exp()
 
     return Case(function, (x,), leaves=[x])
+
+
+@program
+def hooks_of_the_function_itself(ckpt):
+    x = leaf(3, 4)
+
+    def function(x):
+        y = x.sin()
+        with torch.autograd.graph.save_on_cpu():
+            y = y.exp() * y
+        return y.cos()
+
+    return Case(function, (x,), leaves=[x])
+
+
+@program
+def vmap_inside(ckpt):
+    x, w = leaf(3, 4), leaf(4)
+
+    def function(x):
+        y = torch.func.vmap(lambda row: (row * w).sin())(x)
+        return torch.func.vmap(lambda row: row.softmax(0) @ row)(y).exp()
+
+    return Case(function, (x,), leaves=[x, w])
+
+
+@program
+def empty_tensors(ckpt):
+    x, y = leaf(0, 4), leaf(3, 0)
+    return Case(lambda x, y: (x.sin().exp() @ x.t(), y.exp().sum(1), (y * 2).sin()), (x, y), leaves=[x, y])
+
+
+@program
+def long_chain_of_small_operators(ckpt):
+    x = leaf(2, 2)
+
+    def function(x):
+        for _ in range(60):
+            x = (x * 1.1).sin().mul(0.9)
+        return x
+
+    return Case(function, (x,), leaves=[x])
+
+
+@program
+def retained_gradients_and_detached_branches(ckpt):
+    x, w = leaf(3, 4), leaf(3, 4)
+
+    def function(x):
+        straight_through = x + (x.round() - x).detach()
+        return straight_through * w, (x.detach() * w).sin()
+
+    return Case(function, (x,), leaves=[x, w])
+
+
+@program
+def scatter_and_segments(ckpt):
+    x = leaf(6, 3)
+    segments = torch.tensor([0, 0, 1, 2, 2, 2])
+
+    def function(x, segments):
+        sums = torch.zeros(3, 3).index_add(0, segments, x.sin())
+        largest = torch.zeros(3, 3).scatter_reduce(0, segments[:, None].expand(-1, 3), x.exp(), "amax")
+        return sums * largest, sums[segments].cos()
+
+    return Case(function, (x, segments), leaves=[x])
+
+
+@program
+def losses(ckpt):
+    x, y = leaf(4, 6), leaf(4, 6)
+
+    def function(x, y):
+        return (
+            functional.smooth_l1_loss(x, y.sin()),
+            functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+            functional.cosine_similarity(x, y),
+            torch.cdist(x, y),
+        )
+
+    return Case(function, (x, y), leaves=[x, y])

@@ -148,20 +148,31 @@ def on_bare_thread(work: Callable[[], Any]) -> Any:
     return Started(work).result()
 
 
-def on_engine_thread(work: Callable[[], Any]) -> Any:
-    """Run work on a thread of autograd's own pool: a backward nested deep enough is moved there."""
-    starter = threading.get_ident()
+def nested_until(reached: Callable[[int], bool], work: Callable[[], Any]) -> Any:
+    """Run work inside backwards that are nested until ``reached(depth)``."""
     results = []
 
-    def visit() -> None:
-        if threading.get_ident() != starter:
+    def visit(depth: int) -> None:
+        if reached(depth):
             results.append(work())
             return
         with torch.enable_grad():
-            _Visit.apply(torch.ones((), requires_grad=True), visit).backward()
+            _Visit.apply(torch.ones((), requires_grad=True), lambda: visit(depth + 1)).backward()
 
-    visit()
+    visit(0)
     return results[0]
+
+
+def on_engine_thread(work: Callable[[], Any]) -> Any:
+    """Run work on a thread of autograd's own pool: a backward nested deep enough is moved there."""
+    starter = threading.get_ident()
+    return nested_until(lambda depth: threading.get_ident() != starter, work)
+
+
+@pytest.fixture
+def at_depth() -> Callable[[int, Callable[[], Any]], Any]:
+    """Run work inside a number of nested backwards."""
+    return lambda depth, work: nested_until(lambda reached: reached == depth, work)
 
 
 @pytest.fixture(params=["caller", "bare thread", "engine thread"])

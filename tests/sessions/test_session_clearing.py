@@ -184,6 +184,21 @@ def test_a_session_cleared_while_its_lazy_replay_runs_still_gives_the_right_grad
     assert block.held_bytes == 0
 
 
+def test_a_session_cleared_after_the_wanted_value_is_back_still_gives_it(x):
+    """Rule 11: also if the clear comes between the value's return and the end of its replay."""
+
+    def heads(y):
+        first = y.sin().exp()
+        if is_recomputing():
+            clear_recompute_session("s")
+        return first, y.cos().tanh()
+
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        first, _alive = checkpoint(heads, x)
+        grads = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(grads[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
 def test_a_failed_pass_can_be_cleared_and_done_plainly(block, x, equal):
     """Rule 11: after an exception in a pass, clear and a plain backward work."""
     output, handle = fired(block, x)
@@ -228,6 +243,34 @@ def test_selective_values_that_no_replay_has_read_are_freed_by_clear(block, x):
         _alive = checkpoint(block, x, policy_fn=keep_waves)
     clear_recompute_session("s")
     assert block.held_bytes == 0
+
+
+def noisy(y, weight):
+    noise = torch.rand_like(y)
+    return torch.dropout((y @ weight * noise).sin(), 0.5, True) @ weight
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_selective_values_serve_every_pass_and_clear_costs_only_time(cleared, x, equal):
+    """Rule 16: kept random operators leave the generator as forward did, in a session and after its clear."""
+
+    def keep_noise_and_products(ctx, op, *args, **kwargs):
+        return op in (torch.ops.aten.rand_like.default, torch.ops.aten.mm.default)
+
+    weight = x.detach().clone().requires_grad_()
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(noisy(x, weight).sum(), [x, weight])
+    torch.manual_seed(3)
+    with recompute_handle_collector_ctx() as handles:
+        output = checkpoint(noisy, x, weight, policy_fn=keep_noise_and_products)
+    torch.manual_seed(4)
+    recompute_handle(handles[0], "s")
+    if cleared:
+        clear_recompute_session("s")
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        dx = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        dw = torch.autograd.grad(output.sum(), weight)
+    assert equal([*dx, *dw], plain)
 
 
 def test_an_error_class_says_that_it_is_torchs_too():

@@ -94,6 +94,12 @@ def test_calls_where_nothing_needs_a_gradient_are_not_collected(x):
     assert handles == []
 
 
+def test_calls_whose_outputs_need_no_gradient_are_not_collected(x):
+    """Rule 2: a call that backward cannot reach leaves no handle, so firing every handle is safe."""
+    _alive, handles = collected(lambda y: y.sin().exp().detach(), x)
+    assert handles == []
+
+
 def test_calls_inside_function_transforms_are_not_collected(x):
     """Rule 2: under torch.func transforms the call is plain."""
     with recompute_handle_collector_ctx() as handles:

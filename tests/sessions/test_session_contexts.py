@@ -1,5 +1,7 @@
 """Contexts: opened by an explicit id, nested only with the same, left as they were entered."""
 
+import contextvars
+
 import pytest
 import torch
 
@@ -147,6 +149,18 @@ def test_a_context_left_by_an_exception_is_left(block, x, equal):
     assert block.replays == 1
 
 
+def test_a_context_left_where_it_was_not_entered_is_closed_all_the_same(block, x, equal):
+    """Rule 10: contextvars refuse to leave it in another context; the session is not left open by that."""
+    context = recompute_session_ctx("s", retain_on_unpack=True)
+    contextvars.copy_context().run(context.__enter__)
+    with pytest.raises(ValueError, match="different Context"):
+        context.__exit__(None, None, None)
+    output, _ = fired(block, x)
+    grads = torch.autograd.grad(output.sum(), [x, *block.weights])
+    assert equal(grads, block.gradients(x))
+    assert block.replays == 2
+
+
 def test_a_call_made_after_the_context_belongs_to_no_session(block, x):
     """Rule 8: only calls made while the context is open are bound."""
     with recompute_session_ctx("s"):
@@ -157,7 +171,7 @@ def test_a_call_made_after_the_context_belongs_to_no_session(block, x):
     assert block.replays == 1
 
 
-def test_a_call_fired_while_its_context_is_open_elsewhere_joins_it(block, x, start, wait, equal):
+def test_a_call_fired_while_its_context_is_open_elsewhere_joins_it(block, x, start, equal):
     """Rule 8: a call fired for a session is read in the contexts that were open before."""
     with recompute_handle_collector_ctx() as handles:
         output = checkpoint(block, x)

@@ -1,5 +1,6 @@
 """Threads: backward finds its session on any of them, and no two of them wait for each other."""
 
+import asyncio
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from regrow import (
     recompute_handle_collector_ctx,
     recompute_session_ctx,
 )
+from regrow._core import session as registry
 from regrow._core.frame import frame_of
 
 
@@ -294,6 +296,104 @@ def test_a_prefire_that_fails_while_another_waits_leaves_that_one_its_session(bl
     clear_recompute_session("s")
     assert equal(grads, block.gradients(x))
     assert (block.replays, block.held_bytes) == (2, 0)
+
+
+def test_a_session_that_is_cleared_before_its_prefire_begins_can_be_cleared_again(block, x, start, wait):
+    """Rule 11: whatever a prefire brings back that lost a race with clear, the next clear frees it."""
+    _alive, handle = collected(block, x)
+    lock = frame_of(handle).lock = TellsWhoWaits(frame_of(handle).lock)
+    with lock:
+        fire = start(lambda: recompute_handle(handle, "s"))
+        wait(lock.contended)
+        clear_recompute_session("s")
+    fire.result()
+    clear_recompute_session("s")
+    assert block.held_bytes == 0
+
+
+def test_a_graph_dropped_while_its_replay_runs_is_freed_when_that_ends(block, x, start, wait):
+    """Rule 12: a replay that outlives its graph keeps nothing of it."""
+    alive = list(collected(block, x))
+    handle = alive.pop()
+    gate = Gate(block, wait)
+    fire = start(lambda: recompute_handle(handle, "s"))
+    wait(gate.reached)
+    alive.clear()
+    gate.opened.set()
+    fire.result()
+    with pytest.raises(RuntimeError, match="died"):
+        recompute_handle(handle, "s")
+    assert block.held_bytes == 0
+
+
+class Name:
+    """An id that looks, whenever it is printed, whether the control lock can be taken."""
+
+    def __init__(self, start):
+        self.free = []
+        self._start = start
+
+    def __repr__(self):
+        free = self._start(lambda: registry._control.acquire(blocking=False) and not registry._control.release())
+        self.free.append(free.result())
+        return "a name"
+
+
+def test_a_refusal_is_written_without_the_control_lock(block, x, start):
+    """Rule 13: the control lock covers no code of the user, and the repr of an id is such code."""
+    _alive, handle = collected(block, x)
+    name = Name(start)
+    recompute_handle(handle, name)
+    with pytest.raises(FrameBusyError, match="a name"):
+        recompute_handle(handle, "other")
+    assert name.free
+    assert all(name.free)
+
+
+def force(y, weight):
+    """The function takes a gradient of its own, and saves what that gradient depends on."""
+    energy = (y.sin() * weight).exp().sum()
+    (gradient,) = torch.autograd.grad(energy, y, create_graph=True)
+    return gradient * weight
+
+
+@pytest.mark.parametrize("depth", [58, 59, 60, 61])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_gradient_inside_the_function_may_run_on_an_engine_thread(depth, early_stop, at_depth, x, equal):
+    """Rule 1, rule 5: what the function saves from another thread, as on accelerators, ends no replay there."""
+    weight = x.detach().clone().requires_grad_()
+    plain = torch.autograd.grad(force(x, weight).sum(), [x, weight])
+
+    def work():
+        with torch.enable_grad():
+            loss = checkpoint(force, x, weight, early_stop=early_stop).sum()
+        return torch.autograd.grad(loss, [x, weight])
+
+    assert equal(at_depth(depth, work), plain)
+
+
+def test_sessions_of_asyncio_tasks_do_not_mix(make_block, x, equal):
+    """Rule 10: a context belongs to the task that opened it, although all tasks share a thread."""
+    blocks = [make_block(seed=seed) for seed in range(2)]
+
+    async def step(i, here, there):
+        with recompute_session_ctx(("task", i), retain_on_unpack=True):
+            output = checkpoint(blocks[i], x)
+            here.set()
+            await there.wait()
+            dx = torch.autograd.grad(output.sum(), x, retain_graph=True)
+            await asyncio.sleep(0)
+            dw = torch.autograd.grad(output.sum(), blocks[i].weights)
+        clear_recompute_session(("task", i))
+        return [*dx, *dw]
+
+    async def both():
+        first, second = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(step(0, first, second), step(1, second, first))
+
+    grads = asyncio.run(both())
+    assert all(equal(grads[i], blocks[i].gradients(x)) for i in range(2))
+    assert [block.replays for block in blocks] == [1, 1]
 
 
 def test_two_sessions_work_on_two_threads_at_once(make_block, x, start, wait, equal):
