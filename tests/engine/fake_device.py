@@ -36,7 +36,7 @@ class Fake(types.ModuleType):
         return 1
 
     def get_amp_supported_dtype(self):
-        return [torch.bfloat16]
+        return [torch.bfloat16, torch.float16]
 
     def get_rng_state(self, device="meta"):
         self.log.append(f"get {device}")
@@ -182,6 +182,35 @@ def asleep():
     return fake.log
 
 
+def accelerator():
+    """From here on the fake is torch's accelerator as well; no tensor lies there."""
+    torch.utils.rename_privateuse1_backend("fake")
+    torch._register_device_module("fake", fake)
+    DefaultDeviceType.set_device_type("fake")
+
+
+def autocast_of_the_accelerator():
+    accelerator()
+    seen = []
+
+    def function(t):
+        seen.append([torch.is_autocast_enabled("fake"), str(torch.get_autocast_dtype("fake"))])
+        return t.sin()
+
+    with torch.autocast("fake", dtype=torch.float16):
+        out = regrow.checkpoint(function, leaf("cpu"))
+    out.sum().backward()
+    return seen
+
+
+def generator_of_the_accelerator():
+    drawn = []
+    out = regrow.checkpoint(lambda t: (drawn.append(fake.draw()), t.sin())[1], leaf("cpu"))
+    fake.draws = 50
+    out.sum().backward()
+    return drawn, fake.draws
+
+
 SCENARIOS = [
     rewound_and_put_back,
     put_back_after_a_failure,
@@ -192,6 +221,8 @@ SCENARIOS = [
     woken,
     woken_without_preserving,
     asleep,
+    autocast_of_the_accelerator,
+    generator_of_the_accelerator,
 ]
 
 

@@ -268,3 +268,17 @@ def test_a_parameter_given_as_an_argument_is_a_parameter_in_the_replay(engine):
 
     engine.checkpoint(function, parameter).sum().backward()
     assert kinds == [(nn.Parameter, True)] * 2
+
+
+def test_results_of_torch_with_named_fields_are_containers(same_grads):
+    """Rule 1: what ``max`` and friends return, and packed sequences, go in whole."""
+
+    def program(call):
+        x, lstm = torch.randn(4, 2, 3, requires_grad=True), nn.LSTM(3, 2)
+        best = call(lambda best: best.values.exp() * best.indices, (x * 1).max(0))
+        packed = nn.utils.rnn.pack_padded_sequence(x * 1, torch.tensor([4, 2]))
+        read = call(lambda packed: lstm(packed)[0].data.sin(), packed)
+        (best.sum() + read.sum()).backward()
+        return x.grad, lstm.weight_ih_l0.grad
+
+    same_grads(program)

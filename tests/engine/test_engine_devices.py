@@ -59,3 +59,14 @@ def test_a_device_may_wake_up_where_random_numbers_are_not_preserved(happened):
 def test_a_device_that_sleeps_is_not_woken(happened):
     """Rule 3: asking for a state would initialise it."""
     assert happened["asleep"] == []
+
+
+def test_autocast_of_the_accelerator_is_forwards_though_no_input_lies_there(happened):
+    """Rule 3: the tensors that the function captured are where the work is done; torch's checkpoint does the same."""
+    assert happened["autocast_of_the_accelerator"] == [[True, "torch.float16"]] * 2
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="as in torch: captured tensors are not looked at")
+def test_the_generator_of_the_accelerator_is_rewound_though_no_input_lies_there(happened):
+    """Rule 3: dropout of a captured tensor draws other numbers in the replay."""
+    assert happened["generator_of_the_accelerator"] == [[1, 1], 50]

@@ -210,3 +210,27 @@ def test_distributed_tensors(same_grads, one_rank, keep):
         return out.full_tensor().detach(), x.grad.full_tensor(), w.grad.full_tensor()
 
     same_grads(program, policy_fn=None if keep is None else (lambda ctx, op, *args, **kwargs: op is keep))
+
+
+def test_distributed_data_parallel(same_grads, one_rank):
+    """Rule 1: DDP counts each parameter's gradient once, though the function that uses it runs twice."""
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Net(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.call = call
+
+        def forward(self, x):
+            h = self.call(lambda t: self.first(t).tanh(), x)
+            return self.call(lambda t: self.second(t).sin() + self.first(t), h)
+
+    def program(call):
+        net = DistributedDataParallel(Net(call))
+        for _ in range(2):
+            net(torch.randn(3, 4)).square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    same_grads(program)

@@ -3,6 +3,8 @@
 A strict expected failure tells when a limit has gone.
 """
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -87,3 +89,31 @@ def test_random_numbers_in_a_batched_backward(same_grads):
         return torch.autograd.grad(out, x, torch.eye(4), is_grads_batched=True)[0]
 
     same_grads(program)
+
+
+@limit
+def test_transforms_inside_the_function(same_grads):
+    """Rule 1: torch.func.grad refuses to run under saved-tensor hooks, and those surround the function."""
+
+    def program(call):
+        x = torch.randn(3, requires_grad=True)
+        call(lambda t: torch.func.grad(lambda u: u.sin().sum())(t) * t.exp(), x).sum().backward()
+        return x.grad
+
+    same_grads(program)
+
+
+@limit
+def test_a_context_around_the_replay_is_left_as_after_a_return(engine):
+    """Rule 5: the stop passes through it as an exception, so a context without ``finally`` does not end."""
+    log = []
+
+    @contextmanager
+    def careless():
+        log.append("begin")
+        yield
+        log.append("end")
+
+    x = torch.randn(3, requires_grad=True)
+    engine.checkpoint(lambda t: t.sin().exp(), x, context_fn=lambda: (nullcontext(), careless())).sum().backward()
+    assert log == ["begin", "end"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from regrow import recompute_handle_collector_ctx
+from regrow import clear_recompute_session, is_recomputing, recompute_handle, recompute_handle_collector_ctx
 
 pytestmark = pytest.mark.usefixtures("gc_off")
 
@@ -211,6 +211,26 @@ def test_a_failed_backward_on_another_thread_releases_too(engine, track, anywher
     with pytest.raises(KeyError):
         anywhere(lambda: loss.backward(retain_graph=True))
     assert track.alive == 0
+
+
+def test_a_replay_that_fails_after_its_session_was_cleared_leaves_nothing(engine, track):
+    """Rule 11: what it brings back after the clear is released with the rest."""
+
+    def region(t):
+        h = track(t.sin()).exp()
+        if is_recomputing():
+            clear_recompute_session("session")
+        h = track(track(h.cos()).tanh())
+        if is_recomputing():
+            raise KeyError("replay")
+        return h.sigmoid()
+
+    with recompute_handle_collector_ctx() as handles:
+        out = engine.checkpoint(region, torch.randn(8, requires_grad=True)).sum()
+    with pytest.raises(KeyError):
+        recompute_handle(handles[0], "session")
+    assert track.alive == 0
+    del out
 
 
 def test_a_failed_forward_leaves_nothing(engine, track):

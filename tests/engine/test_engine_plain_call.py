@@ -144,3 +144,23 @@ def test_inference_tensors_that_are_only_added_may_be_inputs(same_grads):
         return x.grad
 
     same_grads(program)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_inside_the_function(same_grads, transform):
+    """Rule 1: those that torch allows under hooks, with a nested call inside them."""
+
+    def program(call):
+        x = torch.randn(2, 3, requires_grad=True)
+
+        def function(t):
+            inner = lambda u: call(lambda v: v.sin().exp(), u).cos()  # noqa: E731
+            if transform == "vmap":
+                return torch.func.vmap(inner)(t).tanh()
+            return torch.func.jvp(inner, (t,), (torch.ones(2, 3),))[1] * t.exp()
+
+        call(function, x).sum().backward()
+        return x.grad
+
+    same_grads(program)
