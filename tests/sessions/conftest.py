@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-JOIN_S = 10.0  # a thread that has not ended by then is in a deadlock
+JOIN_S = 30.0  # a thread that has not ended by then is in a deadlock
 
 
 class Block:
