@@ -293,7 +293,7 @@ def test_fields_and_message_of_an_overwritten_value(engine):
     with pytest.raises(ValueChangedError) as error:
         out.sum().backward()
     assert error.value.index == 1
-    assert "saved tensor 1 is changed in place" in str(error.value)
+    assert "saved tensor 1 was changed in place" in str(error.value)
     assert error.value.label in str(error.value)
 
 
