@@ -121,7 +121,11 @@ def overwrite_a_saved_tensor() -> None:
 def branch(first: Callable[[Any], Any], second: Callable[[Any], Any], **options: Any) -> Callable[[], None]:
     def run() -> None:
         ways = iter([first, second])
-        regrow.checkpoint(lambda x: next(ways)(x), leaf(), **options).sum().backward()
+
+        def function(x: torch.Tensor) -> Any:
+            return next(ways)(x)
+
+        regrow.checkpoint(function, leaf(), **options).sum().backward()
 
     return run
 
@@ -168,7 +172,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "early_stop must be True or False": call(early_stop=1),
     "respect_saved_tensors_hooks must be True or False": call(respect_saved_tensors_hooks=0),
     "context_fn must be": call(context_fn=3),
-    "context_fn must return a pair": call(context_fn=lambda: Swallow()),
+    "context_fn must return a pair": call(context_fn=Swallow),
     "policy_fn must be": call(policy_fn=[torch.ops.aten.mm.default]),
     "determinism_check must be one of": call(determinism_check="strict"),
     "policy_fn returned": call(policy_fn=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD),
@@ -188,7 +192,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "is active on this checkpointed call": with_handle(prefire_twice),
     "nested checkpoint inside": nest_in_a_session,
     "an input was changed in place": change_an_input,
-    "is changed in place later in the function": overwrite_a_saved_tensor,
+    "was changed in place after an operator saved it": overwrite_a_saved_tensor,
     "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
     "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),
     "of the replay is": branch(torch.sin, torch.cos, policy_fn=lambda *_, **__: False, early_stop=False),

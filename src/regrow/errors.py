@@ -48,10 +48,11 @@ def changed_input(label: str, names: list[str], details: list[str]) -> str:
 
 
 def changed_value(label: str, index: int) -> str:
-    """The sentence for a saved tensor that its own function overwrites later."""
+    """The sentence for a saved tensor that was overwritten after the replay saved it."""
     return (
-        f"{label}: saved tensor {index} is changed in place later in the function, after an operator saved it "
-        "for backward. Plain autograd refuses this backward as well. Make that change out of place."
+        f"{label}: saved tensor {index} was changed in place after an operator saved it for backward, either later in "
+        "the function or, if it aliases an input or a parameter, by code that ran since the replay. "
+        "Plain autograd refuses such a backward as well. Make that change out of place, or after backward."
     )
 
 

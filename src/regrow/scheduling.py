@@ -52,14 +52,18 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
         raise ValueError(
             f"handle must come from recompute_handle_collector_ctx(), got {handle!r} of type {type(handle).__name__}."
         )
+    if handle._saved_nothing:
+        return
     frame = frame_of(handle)
-    bound, was_free = session.bind_for_prefire(frame, session_id)
-    try:
-        frame.prefire(bound)
-    except BaseException:
-        if was_free:
-            session.unbind(frame, bound)
-        raise
+    session.refuse_busy(frame, session_id)  # at once, without waiting for a replay that runs on another thread
+    with frame.lock:
+        bound, was_free = session.bind_for_prefire(frame, session_id)
+        try:
+            frame.prefire(bound)
+        except BaseException:
+            if was_free:
+                session.unbind(frame, bound)
+            raise
 
 
 def recompute_session_ctx(session_id: Hashable, retain_on_unpack: bool = False) -> AbstractContextManager[None]:

@@ -8,8 +8,9 @@ module itself, and nothing points back from it, so it dies with its last referen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -44,7 +45,7 @@ def checkpoint_wrapper(module_or_fn: Any, **checkpoint_kwargs: Any) -> Any:
         arguments.check_callable("module_or_fn", module_or_fn, "a module or a function")
         return _wrapped_function(module_or_fn, options)
     _check_free(module_or_fn, "module_or_fn")
-    return _wrap(module_or_fn, options, "")
+    return _wrap(module_or_fn, options, _label(module_or_fn, ""))
 
 
 def apply_checkpointing(
@@ -75,52 +76,75 @@ def apply_checkpointing(
         raise ValueError(f"where selects no module of {type(model).__name__}. Its modules are of the classes {seen}.")
     for name, module in selected:
         _check_free(module, name or type(model).__name__)
-    return [_wrap(module, options, name) for name, module in selected]
+    return [_wrap(module, options, _label(module, name)) for name, module in selected]
 
 
 class _Checkpointed:
-    """What wrapped classes have in common: how they are copied and pickled."""
+    """What wrapped classes have in common: how they are made, copied and pickled."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Stop here: classes that keep a register of their subclasses are not told of wrapped ones."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base = _base_of(type(self))
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _bare, (base,), state
+        base = type(self)._regrow_base  # type: ignore[attr-defined]
+        reduced: Any = super().__reduce_ex__(protocol)
+        rebuild, args, *rest = reduced
+        args = tuple(base if arg is type(self) else arg for arg in args)
+        state: dict[str, Any] = self.__dict__
+        return _rebuilt, (rebuild, args, state[_OPTIONS], state[_LABEL]), *rest
 
 
-@cache
-def _subclass(base: Any) -> type[nn.Module]:
+# Weakly on both sides: a wrapped class lives as long as its base or a module of it.
+_subclasses: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+
+
+def _subclass(base: Any) -> Any:
+    known = _subclasses.get(base)
+    cls = None if known is None else known()
+    if cls is None:
+        cls = _new_subclass(base)
+        _subclasses[base] = ref(cls)
+    return cls
+
+
+def _new_subclass(base: Any) -> Any:
     plain: Any = base.forward
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(partial(plain, self), self.__dict__[_LABEL], args, kwargs, self.__dict__[_OPTIONS])
+        options = self.__dict__.get(_OPTIONS)
+        if options is None:  # made by the class itself, as a slice of a Sequential is: nobody asked to wrap that
+            return plain(self, *args, **kwargs)
+        return run(partial(plain, self), self.__dict__[_LABEL], args, kwargs, options)
 
     fields = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__, "_regrow_base": base}
+    becomes = getattr(base, "cls_to_become", None)  # of a lazy module, once it has seen an input
+    if becomes is not None:
+        fields["cls_to_become"] = _subclass(becomes)
     return type(f"Checkpointed{base.__name__}", (_Checkpointed, base), fields)
 
 
-def _bare(base: Any) -> nn.Module:
-    """An empty instance of a wrapped class, for pickle and copy to fill."""
-    cls: Any = _subclass(base)
-    module: nn.Module = cls.__new__(cls)
-    return module
+def _rebuilt(rebuild: Callable[..., nn.Module], args: tuple[Any, ...], options: Options, label: str) -> nn.Module:
+    """A wrapped module from what its own class says of how it is copied and pickled."""
+    return _wrap(rebuild(*args), options, label)
 
 
-def _base_of(cls: Any) -> Any:
-    return cls._regrow_base
-
-
-def _wrap(module: nn.Module, options: Options, name: str) -> nn.Module:
+def _wrap(module: nn.Module, options: Options, label: str) -> nn.Module:
     cls: Any = type(module)
-    label = f"{label_of(cls)}.forward"
     module.__dict__[_OPTIONS] = options
-    module.__dict__[_LABEL] = f"{name} ({label})" if name else label
+    module.__dict__[_LABEL] = label
     module.__class__ = _subclass(cls)
     return module
 
 
+def _label(module: nn.Module, name: str) -> str:
+    cls: Any = type(module)
+    forward = f"{label_of(cls)}.forward"
+    return f"{name} ({forward})" if name else forward
+
+
 def _check_free(module: nn.Module, name: str) -> None:
-    if isinstance(module, _Checkpointed):
+    if _OPTIONS in module.__dict__:
         raise ValueError(f"{name} is checkpointed already: {type(module).__name__}. Wrap each module once.")
     if "forward" in module.__dict__:
         raise ValueError(

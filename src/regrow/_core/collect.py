@@ -33,7 +33,13 @@ def add(frame: Frame) -> tuple[list[Handle], Handle] | None:
     return handles, handle
 
 
+def mark_empty(entry: tuple[list[Handle], Handle] | None) -> None:
+    """The call needs a gradient, but its backward needs nothing saved: its handle stays, and firing it does nothing."""
+    if entry is not None:
+        entry[1]._saved_nothing = True
+
+
 def discard(entry: tuple[list[Handle], Handle] | None) -> None:
-    """Take a handle out again: its forward raised, or left nothing to replay."""
+    """Take a handle out again: its forward raised, or nothing of it needs a gradient."""
     if entry is not None and entry[1] in entry[0]:
         entry[0].remove(entry[1])

@@ -71,6 +71,10 @@ functorch_active: Callable[[], bool] = _private(
     "torch._C", "_are_functorch_transforms_active", "torch.func transforms forbid saved-tensor hooks"
 )
 
+_current_level: Callable[[], int | None] = _private(
+    "torch._C._functorch", "maybe_current_level", "replays may run inside a vmapped backward"
+)
+
 # The function modes of this thread, innermost last. Deleted by a public view of the stack.
 function_mode_count: Callable[[], int] = _private(
     "torch._C", "_len_torch_function_stack", "it finds function modes around a call"
@@ -129,6 +133,11 @@ def save_tensor(tensor: torch.Tensor) -> Any:
 def tracing() -> bool:
     """True while dynamo, export or AOTAutograd traces: a graph is recorded, nothing is executed for good."""
     return torch.compiler.is_compiling() or _get_dispatch_mode(_PROXY) is not None
+
+
+def transform_level() -> int:
+    """How deep torch.func transforms are nested on this thread. Deleted with `functorch_active`."""
+    return _current_level() or 0
 
 
 def function_modes() -> tuple[Any, ...]:

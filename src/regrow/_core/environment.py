@@ -78,7 +78,13 @@ class Restored:
         self._device_rng: DeviceStates = ()
 
     def __enter__(self) -> None:
-        environment = self._environment
+        try:
+            self._enter(self._environment)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _enter(self, environment: Environment) -> None:
         if (
             _thread_state() != environment.thread_state
             or compat.function_mode_count()
@@ -99,11 +105,11 @@ class Restored:
     ) -> None:
         if self._cpu_rng is not None:
             _cpu_generator.set_state(self._cpu_rng)
-        if self._device_rng:
-            _set_device_states(self._device_rng)
         if self._stack is not None:
             self._stack.close()
         compat.set_grad_enabled(self._was_grad)
+        if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
+            _set_device_states(self._device_rng)
 
 
 def _thread_state() -> ThreadState:

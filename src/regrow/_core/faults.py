@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch.utils.checkpoint
 
@@ -19,6 +20,17 @@ class CheckpointError(errors.RegrowError, torch.utils.checkpoint.CheckpointError
     def __init__(self, message: str, *, label: str = "") -> None:
         super().__init__(message)
         self.label = label
+
+    def __reduce__(self) -> Any:
+        """Errors travel between processes with their fields."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(cls: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class FrameBusyError(CheckpointError):
@@ -60,7 +72,7 @@ class InputChangedError(CheckpointError):
 
 
 class ValueChangedError(CheckpointError):
-    """A tensor saved for backward is overwritten later in the same function.
+    """A tensor saved for backward was overwritten after the replay saved it.
 
     Attributes:
         index: which saved tensor, in the order forward saved them.

@@ -50,7 +50,7 @@ class Frame(ABC):
 
     @abstractmethod
     def prefire(self, session: Session) -> None:
-        """Replay now for a session; nothing happens if that was done already."""
+        """Replay now for a session, under `lock`; nothing happens if that was done already."""
 
     @abstractmethod
     def release(self, owner: Owner, reason: Reason) -> None:
@@ -67,11 +67,13 @@ class Handle:
     Memory: keeps neither the call nor any tensor alive.
     """
 
-    __slots__ = ("__weakref__", "_frame", "_label")
+    __slots__ = ("__weakref__", "_frame", "_label", "_saved_nothing")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = weakref.ref(frame)
         self._label = frame.label
+        # Its backward needs no saved tensor: there will never be anything to replay, and the frame dies at once.
+        self._saved_nothing = False
 
     def __repr__(self) -> str:
         return f"<handle of {self._label}>"

@@ -43,11 +43,11 @@ class Replay:
         state: only `advance` moves it.
         reason: why it was released; None before.
         refusal: what must end it while it runs, even if user code swallows that.
-        stale: indices of saved tensors that their own function overwrote after they were saved.
+        transforms: the level of torch.func transforms at which it runs.
         watch: keeps a weak reference to the end of a graph task alive.
     """
 
-    __slots__ = ("label", "reason", "refusal", "scheduled", "stale", "state", "watch")
+    __slots__ = ("label", "reason", "refusal", "scheduled", "state", "transforms", "watch")
 
     def __init__(self, label: str, *, scheduled: bool) -> None:
         self.label = label
@@ -55,7 +55,7 @@ class Replay:
         self.state = State.RUNNING
         self.reason: Reason | None = None
         self.refusal: BaseException | None = None
-        self.stale: tuple[int, ...] = ()
+        self.transforms = 0
         self.watch: object = None
 
     def advance(self, state: State, reason: Reason | None = None) -> None:

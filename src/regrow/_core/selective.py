@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from regrow._core import compat, devices
+from regrow._core import compat, devices, replaying
 from regrow._core.faults import CheckpointError
 
 _KEEP = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
@@ -32,26 +32,30 @@ Policy = Callable[..., CheckpointPolicy | bool]
 class KeptTensor:
     """One kept tensor: an alias with its version, or what the surrounding saved-tensor hooks made of it."""
 
-    __slots__ = ("_unpack", "_value", "_version")
+    __slots__ = ("_hooks", "_value", "_version")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> None:
+        self._hooks = hooks
+        self._set(compat.alias(tensor))
+
+    def _set(self, tensor: torch.Tensor) -> None:
         self._version = compat.version_of(tensor)
-        self._unpack = None if hooks is None else hooks[1]
-        self._value: Any = compat.alias(tensor) if hooks is None else hooks[0](compat.alias(tensor))
+        self._value: Any = tensor if self._hooks is None else self._hooks[0](tensor)
 
     def intact(self) -> bool:
-        """Whether the value is still what it was; what hooks packed is theirs to keep."""
-        return self._unpack is not None or compat.version_of(self._value) == self._version
+        """Whether the value is still what it was; what hooks packed is protected, or theirs to keep."""
+        return self._hooks is not None or compat.version_of(self._value) == self._version
 
     def read(self) -> torch.Tensor:
         """A fresh alias."""
-        return compat.alias(self._value if self._unpack is None else self._unpack(self._value))
+        return compat.alias(self._value if self._hooks is None else self._hooks[1](self._value))
 
-    def protect(self) -> None:
-        """Copy the value: its storage is about to be written."""
-        if self._unpack is None and self.intact():
-            self._value = self._value.clone()
-            self._version = compat.version_of(self._value)
+    def protect(self, storage: int) -> None:
+        """Copy the value if it lies in a storage that is about to be written."""
+        if self.intact():
+            value = self.read()
+            if compat.storage_key(value) == storage:
+                self._set(value.clone())
 
 
 class Entry:
@@ -75,37 +79,58 @@ class Entry:
 class Kept:
     """What one call keeps. Belongs to its frame: filled in forward, read by every replay.
 
+    Attributes:
+        entries: forward's operators in order; None once forgotten.
+        hooks: saved-tensor hooks of the user around the call, which kept tensors pass through.
+
     Memory: holds the kept results until the frame's graph dies or its session is cleared.
     """
 
-    __slots__ = ("by_storage", "entries", "label", "preserve_rng")
+    __slots__ = ("_in_storage", "complete", "entries", "hooks", "label", "preserve_rng")
 
-    def __init__(self) -> None:
-        self.label = "selective checkpointing"
+    def __init__(
+        self, label: str = "selective checkpointing", hooks: compat.Hooks | None = None, *, preserve_rng: bool = True
+    ) -> None:
+        self.label = label
+        self.hooks = hooks
+        self.preserve_rng = preserve_rng
+        self.complete = False
         self.entries: list[Entry] | None = []
-        self.by_storage: dict[int, list[KeptTensor]] = {}
-        self.preserve_rng = True
+        self._in_storage: dict[int, list[KeptTensor]] = {}
 
     def forget(self) -> None:
         """Let go of everything; later replays run every operator."""
         self.entries = None
-        self.by_storage = {}
+        self._in_storage = {}
 
-    def keep(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> KeptTensor:
-        """Keep one tensor, findable by its storage."""
-        kept = KeptTensor(tensor, hooks)
-        storage = compat.storage_key(tensor)
-        if storage is not None:
-            self.by_storage.setdefault(storage, []).append(kept)
+    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Keep one tensor."""
+        kept = KeptTensor(tensor, self.hooks)
+        self._note(tensor, kept)
         return kept
+
+    def serve(self, kept: KeptTensor) -> torch.Tensor:
+        """Give a kept tensor to a replay, which may overwrite it."""
+        tensor = kept.read()
+        self._note(tensor, kept)
+        return tensor
 
     def protect(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Copy kept values that an operator is about to overwrite."""
-        if self.by_storage:
-            for tensor in _written(func, args, kwargs):
-                storage = compat.storage_key(tensor)
-                for kept in self.by_storage.pop(storage, ()) if storage is not None else ():
-                    kept.protect()
+        if not self._in_storage or not func._schema.is_mutable:
+            return
+        for tensor in _written(func, args, kwargs):
+            storage = compat.storage_key(tensor)
+            if storage is not None:
+                for kept in self._in_storage.pop(storage, ()):
+                    kept.protect(storage)
+
+    def _note(self, tensor: torch.Tensor, kept: KeptTensor) -> None:
+        storage = compat.storage_key(tensor)
+        if storage is not None:
+            there = self._in_storage.setdefault(storage, [])
+            if kept not in there:
+                there.append(kept)
 
 
 class Keep(TorchDispatchMode):
@@ -115,26 +140,39 @@ class Keep(TorchDispatchMode):
 
     def __init__(self, policy: Policy, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
-        self.hooks: compat.Hooks | None = None
-        self._policy = policy
+        self.policy = policy
+        self._kept = kept
+        self._outer: object = None
+
+    def __enter__(self) -> Keep:
+        """Start with forward; what replays inside it run is none of forward's."""
+        self._outer = replaying.thread.replay
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Forward has ended."""
+        self._kept.complete = True
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator; keep its result if the policy says so."""
         kwargs = kwargs or {}
+        if replaying.thread.replay is not self._outer:
+            return func(*args, **kwargs)
         if _runs_always(func):
-            self.kept.protect(func, args, kwargs)
+            self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        entries = self.kept.entries
+        entries = self._kept.entries
         if entries is None or not _leaves(out):
             return out
         entry = Entry(func, _parameter(func, args))
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
-        if _keeps(self._policy(context, func, *args, **kwargs), func):
-            entry.kept = _map(out, lambda tensor: self.kept.keep(tensor, self.hooks))
+        if _keeps(self.policy(context, func, *args, **kwargs), func):
+            entry.kept = _map(out, self._kept.keep)
             entry.drawn = _generator_after(func, out, kwargs)
         entries.append(entry)
         return out
@@ -147,16 +185,21 @@ class Recall(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self._kept = kept
         self._entries: list[Entry] | None = None
         self._next = 0
 
     def __enter__(self) -> Recall:
         """Start at forward's first operator."""
-        self._entries = self.kept.entries
+        self._entries = self._kept.entries
         self._next = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The replay has ended; what is kept stays with the frame."""
+        self._entries = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -164,14 +207,14 @@ class Recall(TorchDispatchMode):
         """Give what forward kept, or run the operator."""
         kwargs = kwargs or {}
         if _runs_always(func):
-            self.kept.protect(func, args, kwargs)
+            self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)
         entry = self._find(func, args) if self._entries is not None else None
         if entry is None or entry.kept is None or not all(kept.intact() for kept in _leaves(entry.kept)):
             return func(*args, **kwargs)
-        if entry.drawn is not None and self.kept.preserve_rng:
+        if entry.drawn is not None and self._kept.preserve_rng:
             devices.set_rng_state(*entry.drawn)
-        return _map(entry.kept, KeptTensor.read)
+        return _map(entry.kept, self._kept.serve)
 
     def _find(self, func: Any, args: Sequence[Any]) -> Entry | None:
         entries = self._entries or []
@@ -187,14 +230,14 @@ class Recall(TorchDispatchMode):
             index += 1  # forward cast a parameter that autocast still remembers here
         if parameter is not None:
             return None  # autocast remembered this cast in forward
-        if _tensorless(func):
-            return None
+        if _tensorless(func) or not self._kept.complete:
+            return None  # it is in no list, or forward has not come that far
         ran = str(entries[self._next].func) if self._next < len(entries) else "nothing"
         raise CheckpointError(
-            f"{self.kept.label}: operator {self._next} of the replay is {func}, forward ran {ran} there. "
+            f"{self._kept.label}: operator {self._next} of the replay is {func}, forward ran {ran} there. "
             "With selective checkpointing the function must run the same operators again: "
             "does it branch on state that changed since forward?",
-            label=self.kept.label,
+            label=self._kept.label,
         )
 
 
@@ -255,10 +298,8 @@ class _ListPolicy:
 def _keeps(answer: object, func: Any) -> bool:
     if isinstance(answer, bool):
         return answer
-    if answer in _KEEP:
-        return True
-    if answer in _RUN:
-        return False
+    if isinstance(answer, CheckpointPolicy) and answer in _KEEP | _RUN:
+        return answer in _KEEP
     raise ValueError(
         f"policy_fn returned {answer!r} for {func}, which regrow cannot honour. Return a bool, or one of MUST_SAVE, "
         "PREFER_SAVE, MUST_RECOMPUTE, PREFER_RECOMPUTE; to keep values on the CPU, keep them under "

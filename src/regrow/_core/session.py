@@ -74,10 +74,10 @@ def opened(session_id: Hashable, *, retain: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _current.reset(token)
         with _control:
             session.contexts.remove(context)
             _activate_all(session)
+        _current.reset(token)  # last: it refuses to be left in another context than it was entered in
 
 
 def bind_new(frame: Frame) -> None:
@@ -89,8 +89,8 @@ def bind_new(frame: Frame) -> None:
         _bind(frame, context.session)
 
 
-def bind_for_prefire(frame: Frame, session_id: Hashable) -> tuple[Session, bool]:
-    """Bind a frame to a session by name; return the session, and whether the frame was free before."""
+def refuse_busy(frame: Frame, session_id: Hashable) -> None:
+    """Refuse a prefire where it may not stand, and one for a frame that another session holds."""
     context = _current.get()
     if context is not None and context.session.id != session_id:
         raise ValueError(
@@ -102,13 +102,20 @@ def bind_for_prefire(frame: Frame, session_id: Hashable) -> tuple[Session, bool]
             f"retain_on_unpack: recompute_handle(..., {session_id!r}) inside a context with retain_on_unpack=False, "
             "which lets values go as they are read. Prefire inside a retaining context, or outside any."
         )
+    bound = frame.bound
+    if bound is not None and bound.id != session_id:
+        raise FrameBusyError(frame.label, bound.id, session_id)
+
+
+def bind_for_prefire(frame: Frame, session_id: Hashable) -> tuple[Session, bool]:
+    """Bind a frame to a session by name; return the session, and whether the frame was free before."""
     with _control:
         bound = frame.bound
-        if bound is not None and bound.id != session_id:
-            raise FrameBusyError(frame.label, bound.id, session_id)
-        session = _sessions.setdefault(session_id, Session(session_id))
-        _bind(frame, session)
-        return session, bound is None
+        if bound is None or bound.id == session_id:
+            session = _sessions.setdefault(session_id, Session(session_id))
+            _bind(frame, session)
+            return session, bound is None
+    raise FrameBusyError(frame.label, bound.id, session_id)
 
 
 def unbind(frame: Frame, session: Session) -> None:

@@ -13,7 +13,9 @@ from regrow._core import collect, compat, replaying, session, trees
 from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError, NestedFrameError
 from regrow._core.inputs import Inputs
-from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
+from regrow._core.lifecycle import Replay
+from regrow._core.selective import Keep, Kept, Recall, create_selective_checkpoint_contexts
+from regrow._engines.hooks import slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.pack import make_pack
 from regrow._engines.hooks.replay import HooksFrame, Options
@@ -26,9 +28,9 @@ def run(
     function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
-    if not torch.is_grad_enabled() or compat.functorch_active():
-        return function(*args, **kwargs)
     outer = replaying.thread.replay
+    if not torch.is_grad_enabled() or (compat.functorch_active() and _is_transformed(outer)):
+        return function(*args, **kwargs)
     if outer is not None and outer.scheduled:
         outer.refusal = NestedFrameError(label, outer.label)
         raise outer.refusal
@@ -45,9 +47,13 @@ def run(
     except BaseException:
         _discard(frame, entry)
         raise
+    frame.inputs.check_after_forward()
     frame.complete = True
-    if not frame.slots and not any(tensor.requires_grad for tensor in trees.tensors_in(output)):
-        _discard(frame, entry)
+    if not slots.live_count(frame.slots):
+        if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
+            collect.mark_empty(entry)
+        else:
+            _discard(frame, entry)
     return output
 
 
@@ -69,23 +75,27 @@ def _forward(
 
 def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManager[Any], ...]:
     """What to enter around forward; what to enter around a replay is left in the frame."""
-    pairs = []
+    pairs: list[tuple[Any, Any]] = []
     if options.context_fn is not None:
         pairs.append(arguments.check_pair(options.context_fn(), options.context_fn))
     if options.policy_fn is not None:
         pairs.append(create_selective_checkpoint_contexts(options.policy_fn))
     hooks = None if options.respect_saved_tensors_hooks is False else compat.user_hooks()
-    for forward, replay in pairs:
+    for index, (forward, replay) in enumerate(pairs):
         if isinstance(forward, Keep) and isinstance(replay, Recall):
-            forward.hooks = hooks
-            forward.kept.label = frame.label
-            forward.kept.preserve_rng = options.preserve_rng_state
-            frame.kept += (forward.kept,)
+            kept = Kept(frame.label, hooks, preserve_rng=options.preserve_rng_state)
+            pairs[index] = Keep(forward.policy, kept), Recall(kept)  # of this call alone, whoever made the pair
+            frame.kept += (kept,)
     if options.debug:
         frame.log = OperatorLog()
         pairs.append((frame.log, None))
     frame.contexts = tuple(replay for _, replay in pairs if replay is not None)
     return tuple(forward for forward, _ in pairs)
+
+
+def _is_transformed(outer: Replay | None) -> bool:
+    """Whether a torch.func transform is around the call; one around a whole replay, a vmapped backward, is not."""
+    return compat.transform_level() > (0 if outer is None else outer.transforms)
 
 
 def _discard(frame: HooksFrame, entry: Any) -> None:

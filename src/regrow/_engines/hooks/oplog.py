@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regrow._core import trees
+from regrow._core import replaying, trees
 from regrow._engines.hooks.slots import describe, look
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -26,13 +26,20 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.places: list[str] = []
+        self._outer: object = None
+
+    def __enter__(self) -> OperatorLog:
+        """Note this thread's own execution, and not those of replays inside it."""
+        self._outer = replaying.thread.replay
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator and note it."""
         out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.detach.default:
+        if func is not torch.ops.aten.detach.default and replaying.thread.replay is self._outer:
             made = ", ".join(describe(look(t)) for t in trees.tensors_in(out))
             self.lines.append(f"{func} -> {made or 'no tensor'}")
             self.places.append(_user_line())

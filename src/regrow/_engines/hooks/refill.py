@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count, islice, repeat
-from operator import attrgetter
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -18,8 +18,6 @@ from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
 from regrow._engines.hooks.slots import Look, Slot
 from regrow._engines.hooks.stopping import WATCHED, call_site, stop
-
-_versions_of = attrgetter("_version")
 
 
 class Refill:
@@ -38,8 +36,7 @@ class Refill:
         "_owner",
         "_places",
         "_plain_site",
-        "_values",
-        "_versions",
+        "_thread",
         "differences",
         "wanted",
     )
@@ -52,10 +49,9 @@ class Refill:
         self.differences: list[Difference] = []
         self._depth: int | None = None
         self._ended = False
+        self._thread = get_ident()
         self._plain_site: tuple[int, int] | None = None
         self._ahead: Iterator[int] = count()
-        self._values: list[torch.Tensor] = []
-        self._versions: list[int] = []
 
     def pack_hook(self, stop_depth: int | None, *, shared: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay.
@@ -69,7 +65,7 @@ class Refill:
         looks = repeat(None) if self._looks is None else self._looks
         unwatched = self.wanted if stop_depth is None else max(self.wanted - WATCHED, 0)
         rows = islice(zip(self._ahead, self._places, looks, strict=False), unwatched)
-        owner, note_value, note_version, last = self._owner, self._values.append, self._versions.append, self._last
+        owner, last = self._owner, self._last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             row = next(rows, None)
@@ -85,10 +81,9 @@ class Refill:
             if shared:
                 slots.put(slot, owner, kept)
             else:
-                slot.owner = owner
+                slot.version = kept._version
                 slot.value = kept
-            note_value(kept)
-            note_version(kept._version)
+                slot.owner = owner
             return value
 
         return pack
@@ -96,24 +91,6 @@ class Refill:
     def count(self) -> int:
         """How many tensors the replay has saved. To be asked once, after it."""
         return next(self._ahead)
-
-    def forget(self) -> None:
-        """Let go of the values themselves: the replay's graph may outlive the replay and holds its hooks."""
-        self._values.clear()
-
-    def let_go_of_changed(self) -> tuple[int, ...]:
-        """Let go of values that their own function overwrote after saving them; which ones."""
-        values, versions = self._values, self._versions
-        if list(map(_versions_of, values)) == versions:
-            return ()
-        changed = {id(value) for value, then in zip(values, versions, strict=True) if value._version != then}
-        return tuple(index for index, place in enumerate(self._places) if self._let_go(place(), changed))
-
-    def _let_go(self, slot: Slot | None, changed: set[int]) -> bool:
-        if slot is None or id(slots.take(slot, self._owner, consume=False)) not in changed:
-            return False
-        slots.take(slot, self._owner, consume=True)
-        return True
 
     def _last(self, tensor: torch.Tensor) -> torch.Tensor:
         """One of the last tensors, or one more than forward saved."""
@@ -127,9 +104,8 @@ class Refill:
             if self._looks is not None and slots.look(tensor) != self._looks[index]:
                 kept = self._reconcile(index, tensor, value)
             slots.put(slot, self._owner, kept)
-            self._values.append(kept)
-            self._versions.append(kept._version)
-        if self._depth is not None:
+        # A gradient inside the function may run on a thread of the engine: no user code to stop there, and no frame.
+        if self._depth is not None and get_ident() == self._thread:
             self._watch(tensor, index, sys._getframe(2), self._depth)
         return value
 

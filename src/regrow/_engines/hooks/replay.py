@@ -70,13 +70,12 @@ class HooksFrame(Frame):
         self.log: OperatorLog | None = None
 
     def prefire(self, session: Session) -> None:
-        """Replay now for a session; nothing happens if that was done, or if forward saved nothing."""
+        """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
-        with self.lock:
-            if session not in self.replays and slots.live_count(self.slots):
-                replay = self.run(session, scheduled=True)
-                self.drop_if_released(session, replay)
+        if session not in self.replays and slots.live_count(self.slots):
+            replay = self.run(session, scheduled=True)
+            self.drop_if_released(session, replay)
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
@@ -87,12 +86,10 @@ class HooksFrame(Frame):
         try:
             self._execute(replay, refill, log, shared=shared)
             self._check(refill, log)
-            replay.stale = refill.let_go_of_changed()
         except BaseException:
             self.release(owner, Reason.FAILED)
+            self.drop_if_released(owner, replay)
             raise
-        finally:
-            refill.forget()
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
         return replay
@@ -118,6 +115,8 @@ class HooksFrame(Frame):
         args, kwargs = self.inputs.bring_back(self.label)
         thread = replaying.thread
         outer, thread.replay = thread.replay, replay
+        if compat.functorch_active():
+            replay.transforms = compat.transform_level()
         modes = len(self.environment.function_modes)
         try:
             with self.environment.restored():

@@ -26,28 +26,31 @@ class Slot:
     Attributes:
         owner: whose value it is.
         value: the regrown tensor; None once it was let go.
-        others: values of further owners, when backward calls overlap.
-        version: the value's version when it was saved.
+        version: the value's version when the replay saved it.
+        others: values of further owners and their versions, when backward calls overlap.
     """
 
     __slots__ = ("__weakref__", "others", "owner", "value", "version")
 
     owner: Owner
     value: torch.Tensor | None
-    others: dict[Owner, torch.Tensor]
     version: int
+    others: dict[Owner, tuple[torch.Tensor, int]]
 
 
 def put(slot: Slot, owner: Owner, value: torch.Tensor) -> None:
-    """Fill a slot for an owner without touching what others hold."""
+    """Fill a slot for an owner and keep what others hold. A session takes the first place, which is read fast."""
     holder = getattr(slot, "owner", None)
-    if holder is None or holder == owner or slot.value is None:
-        slot.owner = owner
-        slot.value = value
-        return
-    if not hasattr(slot, "others"):
-        slot.others = {}
-    slot.others[owner] = value
+    if holder is not None and holder != owner and slot.value is not None:
+        if not hasattr(slot, "others"):
+            slot.others = {}
+        if not isinstance(holder, int):
+            slot.others[owner] = (value, value._version)
+            return
+        slot.others[holder] = (slot.value, slot.version)
+    slot.version = value._version
+    slot.value = value
+    slot.owner = owner
 
 
 def take(slot: Slot, owner: Owner, *, consume: bool) -> torch.Tensor | None:
@@ -58,10 +61,23 @@ def take(slot: Slot, owner: Owner, *, consume: bool) -> torch.Tensor | None:
             if consume:
                 slot.value = None
             return value
-    others: dict[Owner, torch.Tensor] | None = getattr(slot, "others", None)
-    if not others:
+    others: dict[Owner, tuple[torch.Tensor, int]] | None = getattr(slot, "others", None)
+    if not others or owner not in others:
         return None
-    return others.pop(owner, None) if consume else others.get(owner)
+    return (others.pop(owner) if consume else others[owner])[0]
+
+
+def is_changed(slot: Slot, owner: Owner) -> bool:
+    """Whether an owner's value was changed in place since the replay saved it."""
+    if getattr(slot, "owner", None) == owner:
+        value = slot.value
+        if value is not None:
+            return value._version != slot.version
+    others: dict[Owner, tuple[torch.Tensor, int]] | None = getattr(slot, "others", None)
+    if not others or owner not in others:
+        return False
+    value, version = others[owner]
+    return value._version != version
 
 
 def drop(slots: list[ref[Slot]], owner: Owner) -> None:

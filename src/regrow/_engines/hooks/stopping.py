@@ -9,6 +9,7 @@ kinds of operators must finish first, and the signal is raised at the next torch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from regrow._core import compat, trees
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})
 
 # How many of the last saved tensors are watched: no operator of torch saves more in front of its last one than this
 # and still writes them.
@@ -45,14 +48,20 @@ def stop(caller: FrameType, depth: int, *, operator_writes: bool) -> None:
     if not operator_writes and caller.f_code is not _FUNCTION_APPLY:
         raise Stop
     above = compat.swap_function_modes(depth, ())
-    compat.swap_function_modes(depth, (_StopAtNextCall(), *above))
+    compat.swap_function_modes(depth, (_StopAtNextCall(caller), *above))
 
 
 class _StopAtNextCall(TorchFunctionMode):
-    """Stops once, at a call that takes tensors; calls that restore state on the way out pass."""
+    """Stops once, at the first call with tensors after the operator that was running.
 
-    def __init__(self) -> None:
+    What passes: calls that the operator itself makes (dispatch modes call it again, in-place operators set attributes)
+    and calls that restore state on the way out.
+    """
+
+    def __init__(self, caller: FrameType) -> None:
         super().__init__()
+        self._caller = caller
+        self._site = call_site(caller)
         self._raised = False
 
     def __torch_function__(
@@ -63,7 +72,13 @@ class _StopAtNextCall(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Stop instead of running the call."""
-        if not self._raised and trees.tensors_in([args, kwargs]):
+        if not self._raised and self._operator_is_done(func) and trees.tensors_in([args, kwargs]):
             self._raised = True
             raise Stop
         return func(*args, **(kwargs or {}))
+
+    def _operator_is_done(self, func: Callable[..., Any]) -> bool:
+        if getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
+            return False
+        # In a loop the same line calls again; then it calls directly, not from within the operator.
+        return call_site(self._caller) != self._site or sys._getframe(2) is self._caller

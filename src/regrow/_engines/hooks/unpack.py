@@ -26,7 +26,7 @@ def make_unpack(frame: HooksFrame) -> Callable[[Slot], torch.Tensor]:
         try:
             if slot.owner == (graph_task_id() if active is None else active):
                 value = slot.value
-                if value is not None:
+                if value is not None and value._version == slot.version:
                     if frame.consume:
                         slot.value = None
                     return value
@@ -64,20 +64,19 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
                 if frame.active_session is None:
                     # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
                     frame.consume = compat.graph_task_keeps_graph()
+        elif slots.take(slot, owner, consume=False) is None:
+            replay = _again(frame, owner, before, scheduled=scheduled)
         else:
-            value = slots.take(slot, owner, consume=frame.consume)
-            if value is not None:  # another thread's replay, for the same owner
-                return value
-            replay = _again(frame, slot, owner, before, scheduled=scheduled)
+            replay = before  # another thread's, for the same owner
+        if slots.is_changed(slot, owner):
+            raise ValueChangedError(frame.label, next(k for k, place in enumerate(frame.slots) if place() is slot))
         value = slots.take(slot, owner, consume=frame.consume)
         frame.drop_if_released(owner, replay)
-        if value is None:
-            _refuse_stale(frame, slot, replay)
-            raise AssertionError(f"{frame.label}: a replay that passed its checks left a live slot empty")
-        return value
+    # None if the function cleared the session that asked: then it is this backward's own to replay.
+    return _regrow(frame, slot) if value is None else value
 
 
-def _again(frame: HooksFrame, slot: Slot, owner: Owner, before: Replay, *, scheduled: bool) -> Replay:
+def _again(frame: HooksFrame, owner: Owner, before: Replay, *, scheduled: bool) -> Replay:
     """Read twice in one pass. From now on the owner's values stay until it ends, so one more replay is enough."""
     if before.state is State.RUNNING:
         raise CheckpointError(
@@ -85,19 +84,12 @@ def _again(frame: HooksFrame, slot: Slot, owner: Owner, before: Replay, *, sched
             "Backward inside a checkpointed function must stay inside it.",
             label=frame.label,
         )
-    _refuse_stale(frame, slot, before)
     watch = before.watch
     frame.release(owner, Reason.ENDED)
     replay = frame.run(owner, scheduled=scheduled)
     replay.watch = watch
     frame.consume = False
     return replay
-
-
-def _refuse_stale(frame: HooksFrame, slot: Slot, replay: Replay) -> None:
-    for index in replay.stale:
-        if frame.slots[index]() is slot:
-            raise ValueChangedError(frame.label, index)
 
 
 def _release_with_task(frame: HooksFrame, owner: Owner, replay: Replay) -> None:
