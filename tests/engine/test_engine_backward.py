@@ -515,3 +515,37 @@ def test_a_node_that_unpacks_under_create_graph_reads_values_with_their_history(
         return first.detach(), second
 
     same_grads(program)
+
+
+def test_an_optimiser_that_steps_in_the_middle_of_backward(same_grads):
+    """Rule 4: parameters that change as soon as their gradient is there are no change under a replay's feet."""
+
+    def program(call):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def update(parameter):
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+        for parameter in layers.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        x = torch.randn(2, 4, requires_grad=True)
+        for _ in range(2):
+            h = call(lambda t: layers[1](layers[0](t).tanh()).tanh(), x)
+            call(nn.functional.linear, h, layers[2].weight, layers[2].bias).exp().sum().backward()
+        return x.grad, list(layers.parameters())
+
+    same_grads(program)
+
+
+def test_one_module_used_twice_in_a_call(same_grads):
+    """Rule 1: batch norm updates what it saved; the second use is no overwrite of the first."""
+
+    def program(call):
+        norm = nn.BatchNorm1d(4)
+        x = torch.randn(3, 4, requires_grad=True)
+        call(lambda t: norm(norm(t).tanh()).sin(), x).square().sum().backward()
+        return x.grad, norm.weight.grad
+
+    same_grads(program)

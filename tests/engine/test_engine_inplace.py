@@ -99,7 +99,9 @@ def test_a_saved_tensor_that_its_own_function_overwrites_is_refused(engine, func
     x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(function(x, w).sum(), [x])
-    with pytest.raises(ValueChangedError, match=f"{function.__name__}.*was changed in place after an operator saved it"):
+    with pytest.raises(
+        ValueChangedError, match=f"{function.__name__}.*was changed in place after an operator saved it"
+    ):
         engine.checkpoint(function, x, w, early_stop=early_stop).sum().backward()
     assert x.grad is None
 

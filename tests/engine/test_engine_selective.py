@@ -651,3 +651,20 @@ def test_custom_functions_inside_a_kept_region(same_grads):
         return x.grad, w.grad
 
     same_grads(program, policy_fn=keep(MM))
+
+
+def test_gradients_inside_a_nested_call_of_a_function_with_a_policy(same_grads):
+    """Rule 15: the inner call replays itself in the middle of both runs of the outer; that is none of outer's walk."""
+
+    def program(call):
+        x, w = matrices()
+        nested = partial(call, policy_fn=None) if isinstance(call, partial) else call
+
+        def inner(a, b):
+            (grad,) = torch.autograd.grad(a.sin().square().sum(), a, create_graph=True)
+            return (grad @ b).exp()
+
+        call(lambda a, b: nested(inner, a * 2, b).sin(), x, w).sum().backward()
+        return x.grad, w.grad
+
+    same_grads(program, policy_fn=keep(MM))
