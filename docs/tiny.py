@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -43,11 +43,13 @@ class Frame:
         self.session: Session | None = None
 
     def pack(self, tensor: torch.Tensor) -> Slot:
+        """Forward saves a tensor: leave a slot."""
         slot = Slot()
         self.slots.append(weakref.ref(slot))
         return slot
 
     def unpack(self, slot: Slot) -> torch.Tensor:
+        """Backward wants a tensor: read its slot, or replay for whoever is asking."""
         session = self.session
         owner = session if session is not None and session.open else torch._C._current_graph_task_id()
         if slot.owner != owner or slot.value is None:
@@ -59,6 +61,7 @@ class Frame:
         return value
 
     def replay(self, owner: object) -> None:
+        """Run the function again; what it saves goes into the slots, in the same order."""
         ahead = iter(list(self.slots))
         left = sum(place() is not None for place in self.slots)
 
@@ -74,10 +77,8 @@ class Frame:
             return value
 
         with saved_tensors_hooks(refill, lambda value: value), torch.enable_grad():
-            try:
+            with suppress(Stop):
                 self.function(*self.args, **self.kwargs)
-            except Stop:
-                pass
 
 
 class Session:

@@ -360,7 +360,7 @@ def test_a_wrapped_module_in_another_process_state(same):
     import regrow.wrappers
 
     blob = pickle.dumps(checkpoint_wrapper(Block()))
-    regrow.wrappers._subclass.cache_clear()
+    regrow.wrappers._subclasses.clear()
     twin = pickle.loads(blob)
     assert isinstance(twin, Block)
     assert is_checkpointed(twin)

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.utils.checkpoint
-from parity_programs import PROGRAMS
 from torch.utils import _pytree as pytree
 
 import regrow
+from tests.parity.parity_programs import PROGRAMS
 
 
 def plain(function, *args, **kwargs):

@@ -26,19 +26,23 @@ def is_awake(module: Any) -> bool:
 _absent: set[str] = set()
 
 
-def asleep() -> str | None:
-    """The type of device a function might use but that is not initialised yet; None if it is, or if there is none."""
+def spare_type() -> str | None:
+    """The type of device that a function may use although no input lies there; None if this machine has none."""
     accelerator = torch.accelerator.current_accelerator()
     kind: str = DefaultDeviceType.get_device_type() if accelerator is None else accelerator.type
     if kind in _absent:
         return None
     module = module_of(kind)
-    if module is None or is_awake(module):
-        return None
-    if hasattr(module, "is_available") and not module.is_available():
+    if module is not None and hasattr(module, "is_available") and not module.is_available():
         _absent.add(kind)
         return None
     return kind
+
+
+def is_asleep(kind: str) -> bool:
+    """Whether a type of device has not been initialised yet."""
+    module = module_of(kind)
+    return module is not None and not is_awake(module)
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:

@@ -41,19 +41,23 @@ class Environment:
         # A device that sleeps now must not wake up inside forward: its generator could not be captured.
         self.sleeping: str | None = None
         found = [tensor.device for tensor in tensors if not tensor.is_cpu]
+        spare = devices.spare_type()
         if preserve_rng:
             self.cpu_rng = _cpu_generator.get_state()
-            self.sleeping = devices.asleep()
-        if found:
-            self.device_rng = _device_states(dict.fromkeys(found)) if preserve_rng else ()
-            self.device_autocast = _device_autocast(dict.fromkeys(device.type for device in found))
+            if found:
+                self.device_rng = _device_states(dict.fromkeys(found))
+            if spare is not None and devices.is_asleep(spare):
+                self.sleeping = spare
+        if found or spare is not None:
+            kinds = [device.type for device in found] + [spare or "cpu"]
+            self.device_autocast = _device_autocast(kind for kind in dict.fromkeys(kinds) if kind != "cpu")
         self.thread_state = _thread_state()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""
-        if self.sleeping is not None and devices.asleep() != self.sleeping:
+        if self.sleeping is not None and not devices.is_asleep(self.sleeping):
             raise RuntimeError(errors.device_woke_up(label, self.sleeping))
 
     def device_autocast_differs(self) -> bool:

@@ -14,6 +14,11 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+def here() -> tuple[int, Replay | None]:
+    """Where code runs: one value per execution of a function, others for replays inside it and for engine threads."""
+    return threading.get_ident(), thread.replay
+
+
 def is_recomputing() -> bool:
     """True while a checkpointed function is run again on this thread, so that it can skip its side effects.
 

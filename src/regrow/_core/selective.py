@@ -142,11 +142,11 @@ class Keep(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy = policy
         self._kept = kept
-        self._outer: object = None
+        self._here: object = None
 
     def __enter__(self) -> Keep:
         """Start with forward; what replays inside it run is none of forward's."""
-        self._outer = replaying.thread.replay
+        self._here = replaying.here()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -160,7 +160,7 @@ class Keep(TorchDispatchMode):
     ) -> Any:
         """Run the operator; keep its result if the policy says so."""
         kwargs = kwargs or {}
-        if replaying.thread.replay is not self._outer:
+        if replaying.here() != self._here:
             return func(*args, **kwargs)
         if _runs_always(func):
             self._kept.protect(func, args, kwargs)
@@ -188,9 +188,11 @@ class Recall(TorchDispatchMode):
         self._kept = kept
         self._entries: list[Entry] | None = None
         self._next = 0
+        self._here: object = None
 
     def __enter__(self) -> Recall:
-        """Start at forward's first operator."""
+        """Start at forward's first operator; replays inside this one are not part of the walk."""
+        self._here = replaying.here()
         self._entries = self._kept.entries
         self._next = 0
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -206,6 +208,8 @@ class Recall(TorchDispatchMode):
     ) -> Any:
         """Give what forward kept, or run the operator."""
         kwargs = kwargs or {}
+        if replaying.here() != self._here:
+            return func(*args, **kwargs)
         if _runs_always(func):
             self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)

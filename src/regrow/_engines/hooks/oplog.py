@@ -26,11 +26,11 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.places: list[str] = []
-        self._outer: object = None
+        self._here: object = None
 
     def __enter__(self) -> OperatorLog:
         """Note this thread's own execution, and not those of replays inside it."""
-        self._outer = replaying.thread.replay
+        self._here = replaying.here()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -39,7 +39,7 @@ class OperatorLog(TorchDispatchMode):
     ) -> Any:
         """Run the operator and note it."""
         out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.detach.default and replaying.thread.replay is self._outer:
+        if func is not torch.ops.aten.detach.default and replaying.here() == self._here:
             made = ", ".join(describe(look(t)) for t in trees.tensors_in(out))
             self.lines.append(f"{func} -> {made or 'no tensor'}")
             self.places.append(_user_line())

@@ -1,0 +1,6 @@
+"""Makes the examples in the documentation tests."""
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "*.md"]).pytest()
