@@ -414,3 +414,23 @@ def _sin_exp(t: torch.Tensor) -> torch.Tensor:
 
 def scripted():
     return torch.jit.script(_sin_exp)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_gradient_inside_forward_replays_no_further_than_forward_has_come(same_grads, early_stop):
+    """Rule 1: what the function overwrites later is not overwritten yet, whatever the call says about early stop."""
+
+    def program(call):
+        x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+
+        def function(a, b):
+            h = a * 1
+            (grad,) = torch.autograd.grad(h.sin().square().sum(), h)
+            mixed = grad + h
+            h[:2].copy_(b[:2])
+            return h * 2 + mixed * b
+
+        call(function, x, w).sum().backward()
+        return x.grad, w.grad
+
+    same_grads(program, early_stop=early_stop)
