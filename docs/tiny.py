@@ -76,9 +76,8 @@ class Frame:
                     raise Stop
             return value
 
-        with saved_tensors_hooks(refill, lambda value: value), torch.enable_grad():
-            with suppress(Stop):
-                self.function(*self.args, **self.kwargs)
+        with saved_tensors_hooks(refill, lambda value: value), torch.enable_grad(), suppress(Stop):
+            self.function(*self.args, **self.kwargs)
 
 
 class Session:

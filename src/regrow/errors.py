@@ -52,7 +52,7 @@ def changed_value(label: str, index: int) -> str:
     return (
         f"{label}: saved tensor {index} was changed in place after an operator saved it for backward, either later in "
         "the function or, if it aliases an input or a parameter, by code that ran since the replay. "
-        "Plain autograd refuses such a backward as well. Make that change out of place, or after backward."
+        "Plain autograd refuses a saved tensor that was changed, too. Make that change out of place, or after backward."
     )
 
 

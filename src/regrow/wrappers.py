@@ -3,6 +3,9 @@
 A wrapped module is the same object with another class: its class becomes a subclass whose ``forward`` is
 checkpointed. Names of parameters, buffers and state, attributes, hooks and ``isinstance`` are therefore those of the
 module itself, and nothing points back from it, so it dies with its last reference.
+
+A limit that comes with it: torch's parametrizations change the class as well. Wrap first, parametrize then; the other
+order works until the parametrization is removed.
 """
 
 from __future__ import annotations

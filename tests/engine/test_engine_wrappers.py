@@ -302,7 +302,17 @@ class Symmetric(nn.Module):
         return weight + weight.t()
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
+BEFORE = pytest.param(
+    "before",
+    marks=pytest.mark.xfail(
+        strict=True,
+        raises=AttributeError,
+        reason="torch takes the parametrized class off by name, and finds the wrapped one above it",
+    ),
+)
+
+
+@pytest.mark.parametrize("order", [BEFORE, "after"])
 def test_parametrizations_come_and_go(same, order):
     """Rule 17: torch changes the class of a parametrized module as well, whichever comes first."""
     plain, wrapped = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -18,6 +18,8 @@ from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
 from regrow._engines.hooks.slots import Look, Slot
 from regrow._engines.hooks.stopping import WATCHED, call_site, stop
+
+_END = (-1, None, None)
 
 
 class Refill:
@@ -64,14 +66,13 @@ class Refill:
         # One step of an iterator brings everything forward knows of the next tensor; the last ones are watched.
         looks = repeat(None) if self._looks is None else self._looks
         unwatched = self.wanted if stop_depth is None else max(self.wanted - WATCHED, 0)
-        rows = islice(zip(self._ahead, self._places, looks, strict=False), unwatched)
+        rows = chain(islice(zip(self._ahead, self._places, looks, strict=False), unwatched), repeat(_END))
         owner, last = self._owner, self._last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            row = next(rows, None)
-            if row is None:
+            index, place, look = next(rows)
+            if place is None:
                 return last(tensor)
-            index, place, look = row
             value = kept = tensor.detach() if tensor.requires_grad else tensor
             slot = place()
             if slot is None:  # backward inside forward freed it

@@ -118,9 +118,11 @@ class HooksFrame(Frame):
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         modes = len(self.environment.function_modes)
+        # In the middle of forward a replay must not run further than forward has come.
+        stop_depth = modes if self.early_stop or not self.complete else None
         try:
             with self.environment.restored():
-                compat.push_hooks(refill.pack_hook(modes if self.early_stop else None, shared=shared), _as_packed)
+                compat.push_hooks(refill.pack_hook(stop_depth, shared=shared), _as_packed)
                 try:
                     if log is None and not self.contexts:
                         self.function(*args, **kwargs)
