@@ -22,21 +22,22 @@ def is_awake(module: Any) -> bool:
     return True if asked is None else bool(asked())
 
 
-# Types whose module said once that this machine has none of them: they cannot wake up.
-_absent: set[str] = set()
+# The answer of `spare_type` by torch's default type, which is what a machine without an accelerator asks every call.
+_spare: dict[str, str | None] = {}
 
 
 def spare_type() -> str | None:
     """The type of device that a function may use although no input lies there; None if this machine has none."""
-    accelerator = torch.accelerator.current_accelerator()
-    kind: str = DefaultDeviceType.get_device_type() if accelerator is None else accelerator.type
-    if kind in _absent:
-        return None
-    module = module_of(kind)
-    if module is not None and hasattr(module, "is_available") and not module.is_available():
-        _absent.add(kind)
-        return None
-    return kind
+    kind: str = DefaultDeviceType.get_device_type()
+    if kind not in _spare:
+        accelerator = torch.accelerator.current_accelerator()
+        candidate = kind if accelerator is None else accelerator.type
+        module = module_of(candidate)
+        if module is None:
+            return None  # asked again: a module may be registered later
+        available = getattr(module, "is_available", None)
+        _spare[kind] = candidate if available is None or available() else None
+    return _spare[kind]
 
 
 def is_asleep(kind: str) -> bool:
