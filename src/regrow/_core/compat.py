@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -187,10 +188,13 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
+_read_version = attrgetter("_version")
+
+
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
     """`version_of` for each."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_read_version, tensors))
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from regrow import errors
 from regrow._core import compat, devices
 
 _cpu_generator = torch.default_generator
+_on_cpu = attrgetter("is_cpu")
 
 Autocast = tuple[str, bool, torch.dtype]
 # What is compared to find out whether anything must be entered at all: autocast, its type and cache, inference mode.
@@ -40,7 +42,7 @@ class Environment:
         self.function_modes: tuple[Any, ...] = ()
         # A device that sleeps now must not wake up inside forward: its generator could not be captured.
         self.sleeping: str | None = None
-        found = [tensor.device for tensor in tensors if not tensor.is_cpu]
+        found = [] if all(map(_on_cpu, tensors)) else [tensor.device for tensor in tensors if not tensor.is_cpu]
         spare = devices.spare_type()
         if preserve_rng:
             self.cpu_rng = _cpu_generator.get_state()
@@ -60,9 +62,17 @@ class Environment:
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):
             raise RuntimeError(errors.device_woke_up(label, self.sleeping))
 
-    def device_autocast_differs(self) -> bool:
-        """Whether autocast of the devices in play is not here as it was in forward."""
-        return _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast
+    def differs_here(self) -> bool:
+        """Whether anything but RNG and grad mode is not on this thread as it was in forward."""
+        return (
+            _thread_state() != self.thread_state
+            or compat.function_mode_count() > 0
+            or self.function_modes != ()
+            or (
+                self.device_autocast != ()
+                and _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast
+            )
+        )
 
     def restored(self) -> Restored:
         """A context in which this thread is as forward was; the thread's own state is back when it is left."""
@@ -76,33 +86,26 @@ class Restored:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+
+    def __enter__(self) -> None:
+        environment = self._environment
         self._was_grad = torch.is_grad_enabled()
         self._stack: ExitStack | None = None
         self._cpu_rng: torch.Tensor | None = None
         self._device_rng: DeviceStates = ()
-
-    def __enter__(self) -> None:
         try:
-            self._enter(self._environment)
+            if environment.differs_here():
+                self._stack = _entered(environment)
+            compat.set_grad_enabled(True)
+            if environment.cpu_rng is not None:
+                self._cpu_rng = _cpu_generator.get_state()
+                _cpu_generator.set_state(environment.cpu_rng)
+            if environment.device_rng:
+                self._device_rng = _device_states([device for device, _ in environment.device_rng])
+                _set_device_states(environment.device_rng)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
-
-    def _enter(self, environment: Environment) -> None:
-        if (
-            _thread_state() != environment.thread_state
-            or compat.function_mode_count()
-            or environment.function_modes
-            or (environment.device_autocast and environment.device_autocast_differs())
-        ):
-            self._stack = _entered(environment)
-        compat.set_grad_enabled(True)
-        if environment.cpu_rng is not None:
-            self._cpu_rng = _cpu_generator.get_state()
-            _cpu_generator.set_state(environment.cpu_rng)
-        if environment.device_rng:
-            self._device_rng = _device_states([device for device, _ in environment.device_rng])
-            _set_device_states(environment.device_rng)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

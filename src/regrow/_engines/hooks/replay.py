@@ -75,20 +75,24 @@ class HooksFrame(Frame):
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
         if session not in self.replays and slots.live_count(self.slots):
             replay = self.run(session, scheduled=True)
-            self.drop_if_released(session, replay)
+            if replay.state is State.RELEASED:  # the function cleared the session
+                slots.drop(self.slots, session)
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
+        # In the middle of forward a replay must not run further than forward has come.
+        stops = self.early_stop or not self.complete
+        stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
-        refill = Refill(self.slots, self.looks, owner)
+        refill = Refill(self.slots, self.looks, owner, stop_depth=stop_depth, shared=shared)
         replay = self.replays[owner] = Replay(self.label, scheduled=scheduled)
         log = None if self.log is None else OperatorLog()
         try:
-            self._execute(replay, refill, log, shared=shared)
+            self._execute(replay, refill, log)
             self._check(refill, log)
         except BaseException:
             self.release(owner, Reason.FAILED)
-            self.drop_if_released(owner, replay)
+            slots.drop(self.slots, owner)  # also where the function cleared the session before it raised
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
@@ -101,28 +105,21 @@ class HooksFrame(Frame):
             slots.drop(self.slots, owner)
             replay.advance(State.RELEASED, reason)
 
-    def drop_if_released(self, owner: Owner, replay: Replay) -> None:
-        """A session that was cleared while its replay ran holds nothing."""
-        if replay.state is State.RELEASED:
-            slots.drop(self.slots, owner)
-
     def forget(self) -> None:
         """Let go of what selective checkpointing keeps."""
         for kept in self.kept:
             kept.forget()
 
-    def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None, *, shared: bool) -> None:
+    def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
         thread = replaying.thread
         outer, thread.replay = thread.replay, replay
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
-        modes = len(self.environment.function_modes)
-        # In the middle of forward a replay must not run further than forward has come.
-        stop_depth = modes if self.early_stop or not self.complete else None
         try:
             with self.environment.restored():
-                compat.push_hooks(refill.pack_hook(stop_depth, shared=shared), _as_packed)
+                modes = compat.function_mode_count()
+                compat.push_hooks(refill.pack_hook(), _as_packed)
                 try:
                     if log is None and not self.contexts:
                         self.function(*args, **kwargs)

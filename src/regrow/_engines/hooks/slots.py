@@ -53,31 +53,24 @@ def put(slot: Slot, owner: Owner, value: torch.Tensor) -> None:
     slot.owner = owner
 
 
-def take(slot: Slot, owner: Owner, *, consume: bool) -> torch.Tensor | None:
-    """An owner's value, let go if ``consume``; None if there is none."""
+def take(slot: Slot, owner: Owner, *, consume: bool) -> tuple[torch.Tensor | None, bool]:
+    """An owner's value, let go if ``consume``, and whether it is as the replay saved it. No value: None, True."""
     if getattr(slot, "owner", None) == owner:
         value = slot.value
         if value is not None:
             if consume:
                 slot.value = None
-            return value
+            return value, value._version == slot.version
     others: dict[Owner, tuple[torch.Tensor, int]] | None = getattr(slot, "others", None)
     if not others or owner not in others:
-        return None
-    return (others.pop(owner) if consume else others[owner])[0]
+        return None, True
+    value, version = others.pop(owner) if consume else others[owner]
+    return value, value._version == version
 
 
-def is_changed(slot: Slot, owner: Owner) -> bool:
-    """Whether an owner's value was changed in place since the replay saved it."""
-    if getattr(slot, "owner", None) == owner:
-        value = slot.value
-        if value is not None:
-            return value._version != slot.version
-    others: dict[Owner, tuple[torch.Tensor, int]] | None = getattr(slot, "others", None)
-    if not others or owner not in others:
-        return False
-    value, version = others[owner]
-    return value._version != version
+def holds(slot: Slot, owner: Owner) -> bool:
+    """Whether a slot holds a value of an owner."""
+    return take(slot, owner, consume=False)[0] is not None
 
 
 def drop(slots: list[ref[Slot]], owner: Owner) -> None:

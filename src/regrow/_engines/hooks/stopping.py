@@ -37,16 +37,18 @@ def call_site(caller: FrameType) -> tuple[int, int]:
     return id(caller), caller.f_lasti
 
 
-def stop(caller: FrameType, depth: int, *, operator_writes: bool) -> None:
-    """The last tensor was saved by an operator called from this Python frame: stop now, or at the next torch call.
+def must_finish(caller: FrameType) -> bool:
+    """Whether the operator that this Python frame calls is a custom Function."""
+    return caller.f_code is _FUNCTION_APPLY
+
+
+def stop_at_next_call(caller: FrameType, depth: int) -> None:
+    """Let the operator that this Python frame calls finish, and stop at the next torch call.
 
     Args:
         caller: the frame that called the operator.
         depth: how many function modes this thread had when the function began.
-        operator_writes: the operator may still write what it saved.
     """
-    if not operator_writes and caller.f_code is not _FUNCTION_APPLY:
-        raise Stop
     above = compat.swap_function_modes(depth, ())
     compat.swap_function_modes(depth, (_StopAtNextCall(caller), *above))
 

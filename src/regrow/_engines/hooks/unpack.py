@@ -64,14 +64,15 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
                 if frame.active_session is None:
                     # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
                     frame.consume = compat.graph_task_keeps_graph()
-        elif slots.take(slot, owner, consume=False) is None:
-            replay = _again(frame, owner, before, scheduled=scheduled)
-        else:
+        elif slots.holds(slot, owner):
             replay = before  # another thread's, for the same owner
-        if slots.is_changed(slot, owner):
-            raise ValueChangedError(frame.label, next(k for k, place in enumerate(frame.slots) if place() is slot))
-        value = slots.take(slot, owner, consume=frame.consume)
-        frame.drop_if_released(owner, replay)
+        else:
+            replay = _again(frame, owner, before, scheduled=scheduled)
+        value, intact = slots.take(slot, owner, consume=frame.consume)
+        if replay.state is State.RELEASED:  # the session was cleared while its replay ran
+            slots.drop(frame.slots, owner)
+    if not intact:
+        raise ValueChangedError(frame.label, next(k for k, place in enumerate(frame.slots) if place() is slot))
     # None if the function cleared the session that asked: then it is this backward's own to replay.
     return _regrow(frame, slot) if value is None else value
 
@@ -94,23 +95,13 @@ def _again(frame: HooksFrame, owner: Owner, before: Replay, *, scheduled: bool) 
 
 def _release_with_task(frame: HooksFrame, owner: Owner, replay: Replay) -> None:
     """Release when the graph task ends. On success it calls back; on an error it only dies, and the reference tells."""
-    end = _TaskEnd(frame, owner)
-    replay.watch = ref(end, partial(_release, ref(frame), owner))
+    here = ref(frame)
+    end = partial(_release, here, owner)
+    replay.watch = ref(end, partial(_release, here, owner))
     compat.at_graph_task_end(end)
 
 
-class _TaskEnd:
-    __slots__ = ("__weakref__", "_frame", "_owner")
-
-    def __init__(self, frame: HooksFrame, owner: Owner) -> None:
-        self._frame = ref(frame)
-        self._owner = owner
-
-    def __call__(self) -> None:
-        _release(self._frame, self._owner, None)
-
-
-def _release(frame: ref[HooksFrame], owner: Owner, _: object) -> None:
+def _release(frame: ref[HooksFrame], owner: Owner, _: object = None) -> None:
     alive = frame()
     if alive is not None:
         alive.release(owner, Reason.ENDED)
