@@ -32,6 +32,8 @@ def spare_type() -> str | None:
     if kind not in _spare:
         accelerator = torch.accelerator.current_accelerator()
         candidate = kind if accelerator is None else accelerator.type
+        if candidate == "cpu":
+            return _spare.setdefault(kind, None)
         module = module_of(candidate)
         if module is None:
             return None  # asked again: a module may be registered later

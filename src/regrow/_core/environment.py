@@ -51,8 +51,8 @@ class Environment:
             if spare is not None and devices.is_asleep(spare):
                 self.sleeping = spare
         if found or spare is not None:
-            kinds = [device.type for device in found] + [spare or "cpu"]
-            self.device_autocast = _device_autocast(kind for kind in dict.fromkeys(kinds) if kind != "cpu")
+            kinds = [device.type for device in found] + ([] if spare is None else [spare])
+            self.device_autocast = _device_autocast(dict.fromkeys(kinds))
         self.thread_state = _thread_state()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()

@@ -49,7 +49,7 @@ def run(
         raise
     frame.inputs.check_after_forward()
     frame.complete = True
-    if not slots.live_count(frame.slots):
+    if not frame.slots or (frame.slots[-1]() is None and not slots.live_count(frame.slots)):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
             collect.mark_empty(entry)
         else:
