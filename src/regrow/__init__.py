@@ -14,6 +14,7 @@ _HOMES = {
     "NestedFrameError": "regrow._core.faults",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
+    "StateChangedError": "regrow._core.faults",
     "ValueChangedError": "regrow._core.faults",
     "apply_checkpointing": "regrow.wrappers",
     "checkpoint": "regrow.call",
@@ -24,6 +25,7 @@ _HOMES = {
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
+    "register_ambient": "regrow._core.ambient",
 }
 
 __all__ = list(_HOMES)

@@ -1,8 +1,10 @@
+from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError
 from regrow._core.faults import InputChangedError as InputChangedError
 from regrow._core.faults import NestedFrameError as NestedFrameError
 from regrow._core.faults import ReplayMismatchError as ReplayMismatchError
+from regrow._core.faults import StateChangedError as StateChangedError
 from regrow._core.faults import ValueChangedError as ValueChangedError
 from regrow._core.replaying import is_recomputing as is_recomputing
 from regrow._core.selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts

@@ -56,6 +56,15 @@ def changed_value(label: str, index: int) -> str:
     )
 
 
+def changed_state(label: str, names: list[str]) -> str:
+    """The sentence for parameters, buffers and captured tensors that moved on between forward and replay."""
+    return (
+        f"{label}: cannot replay, what it reads was changed in place since forward: {', '.join(names)}. "
+        "A replay would compute with the new values and give wrong gradients. Did an optimiser step, or a write into a "
+        "buffer or a captured tensor, come between forward and backward? Make it after backward, or out of place."
+    )
+
+
 def suppressed_exception(label: str) -> str:
     """The sentence for a forward context that swallows what forward raised."""
     return (

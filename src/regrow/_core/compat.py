@@ -109,6 +109,37 @@ _ragged_sizes: Any = _private(
     "torch.nested._internal.nested_tensor", "_tensor_symint_registry", "regrown jagged tensors take forward's length"
 )
 
+# Which implementations of attention are allowed, and in which order; torch.nn.attention can set but not read them.
+# Deleted by a public getter of what sdpa_kernel set.
+_attention_getters: tuple[Callable[[], Any], ...] = tuple(
+    _private("torch._C", f"_get_{name}_sdp_enabled", "replays use forward's attention backends")
+    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+)
+_attention_setters: tuple[Callable[[Any], None], ...] = tuple(
+    _private("torch._C", f"_set_sdp_use_{name}", "replays use forward's attention backends")
+    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+)
+_attention_order: Callable[[], list[int]] = _private(
+    "torch._C", "_get_sdp_priority_order", "replays use forward's attention backends"
+)
+_set_attention_order: Callable[[list[int]], None] = _private(
+    "torch._C", "_set_sdp_priority_order", "replays use forward's attention backends"
+)
+
+
+def attention_backends() -> tuple[Any, ...]:
+    """Which implementations of attention are allowed, and their order."""
+    flash, efficient, math, cudnn, other = _attention_getters
+    return flash(), efficient(), math(), cudnn(), other(), _attention_order()
+
+
+def set_attention_backends(wanted: tuple[Any, ...]) -> None:
+    """Allow what `attention_backends` said."""
+    *allowed, order = wanted
+    for setter, value in zip(_attention_setters, allowed, strict=True):
+        setter(value)
+    _set_attention_order(order)
+
 
 def surrounding_hooks() -> Hooks | None:
     """The innermost saved-tensor hooks of this thread. Deleted by a public getter."""

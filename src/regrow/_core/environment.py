@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import compat, devices
+from regrow._core import ambient, compat, devices
 
 _cpu_generator = torch.default_generator
 _on_cpu = attrgetter("is_cpu")
@@ -32,7 +32,16 @@ class Environment:
     Memory: one generator state (about 5 KB on CPU) per device in play, for as long as the frame lives.
     """
 
-    __slots__ = ("cpu_rng", "device_autocast", "device_rng", "function_modes", "sleeping", "thread_state")
+    __slots__ = (
+        "cpu_rng",
+        "device_autocast",
+        "device_rng",
+        "flags",
+        "function_modes",
+        "registered",
+        "sleeping",
+        "thread_state",
+    )
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, preserve_rng: bool) -> None:
         """Capture the surroundings of this thread, and of the devices on which ``tensors`` lie."""
@@ -54,6 +63,8 @@ class Environment:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
         self.thread_state = _thread_state()
+        self.flags = ambient.flags()
+        self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 
@@ -68,6 +79,8 @@ class Environment:
             _thread_state() != self.thread_state
             or compat.function_mode_count() > 0
             or self.function_modes != ()
+            or self.registered != []
+            or ambient.flags() != self.flags
             or (
                 self.device_autocast != ()
                 and _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast
@@ -137,6 +150,11 @@ def _entered(environment: Environment) -> ExitStack:
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
+    try:
+        ambient.enter(stack, environment.flags, environment.registered)
+    except BaseException:
+        stack.close()
+        raise
     return stack
 
 

@@ -71,6 +71,18 @@ class InputChangedError(CheckpointError):
         self.names = names
 
 
+class StateChangedError(CheckpointError):
+    """A parameter, a buffer or a captured tensor was changed in place between forward and replay.
+
+    Attributes:
+        names: what was changed, as the function reaches it.
+    """
+
+    def __init__(self, label: str, names: list[str]) -> None:
+        super().__init__(errors.changed_state(label, names), label=label)
+        self.names = names
+
+
 class ValueChangedError(CheckpointError):
     """A tensor saved for backward was overwritten after the replay saved it.
 

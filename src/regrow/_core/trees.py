@@ -38,6 +38,9 @@ class Branch:
         self.build: Callable[[list[Any]], Any] = kind
 
 
+_NO_OBJECTS = frozenset({Place, Branch, *_ATOMS})
+
+
 class Template:
     """The arguments of one call without their tensors.
 
@@ -50,6 +53,10 @@ class Template:
         self.args = args
         self.kwargs = kwargs
         self.kwargs_names = kwargs_names
+
+    def opaque(self) -> list[Any]:
+        """The arguments that are neither tensors nor known containers."""
+        return [node for node in (*self.args, *self.kwargs) if type(node) not in _NO_OBJECTS]
 
     def fill(self, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments again, in fresh containers."""

@@ -14,7 +14,9 @@ from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError, NestedFrameError
 from regrow._core.inputs import Inputs
 from regrow._core.lifecycle import Replay
+from regrow._core.reach import reach
 from regrow._core.selective import Keep, Kept, Recall, create_selective_checkpoint_contexts
+from regrow._core.state import State
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.pack import make_pack
@@ -34,9 +36,8 @@ def run(
     if outer is not None and outer.scheduled:
         outer.refusal = NestedFrameError(label, outer.label)
         raise outer.refusal
-    tensors, template = trees.flatten(args, kwargs)
-    environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
-    frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
+    frame = _frame(function, label, args, kwargs, options)
+    environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
     session.bind_new(frame)
@@ -47,14 +48,25 @@ def run(
     except BaseException:
         _discard(frame, entry)
         raise
-    frame.inputs.check_after_forward()
-    frame.complete = True
+    frame.after_forward()
     if not frame.slots or (frame.slots[-1]() is None and not slots.live_count(frame.slots)):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
             collect.mark_empty(entry)
         else:
             _discard(frame, entry)
     return output
+
+
+def _frame(
+    function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> HooksFrame:
+    tensors, template = trees.flatten(args, kwargs)
+    environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
+    frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
+    reached = reach(function, template.opaque())
+    if reached is not None:
+        frame.state = State(reached)
+    return frame
 
 
 def _forward(

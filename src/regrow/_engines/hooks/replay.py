@@ -20,6 +20,7 @@ from regrow._core.inputs import Inputs
 from regrow._core.lifecycle import Reason, Replay, State
 from regrow._core.selective import Kept
 from regrow._core.session import Session
+from regrow._core.state import State as ReachedState
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
@@ -49,11 +50,23 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
+        state: what the function reaches and forward may have changed; None if it reaches nothing.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
 
-    __slots__ = ("contexts", "early_stop", "environment", "function", "inputs", "kept", "log", "looks", "slots")
+    __slots__ = (
+        "contexts",
+        "early_stop",
+        "environment",
+        "function",
+        "inputs",
+        "kept",
+        "log",
+        "looks",
+        "slots",
+        "state",
+    )
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -68,6 +81,14 @@ class HooksFrame(Frame):
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
+        self.state: ReachedState | None = None
+
+    def after_forward(self) -> None:
+        """Forward has returned: note what it changed."""
+        self.inputs.check_after_forward()
+        if self.state is not None:
+            self.state.after_forward()
+        self.complete = True
 
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
@@ -112,29 +133,35 @@ class HooksFrame(Frame):
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
+        begun = None if self.state is None else self.state.begin(self.label)
         thread = replaying.thread
         outer, thread.replay = thread.replay, replay
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         try:
             with self.environment.restored():
-                modes = compat.function_mode_count()
-                compat.push_hooks(refill.pack_hook(), _as_packed)
-                try:
-                    if log is None and not self.contexts:
-                        self.function(*args, **kwargs)
-                    else:
-                        self._call_in_contexts(log, args, kwargs)
-                except Stop:
-                    pass
-                finally:
-                    compat.pop_hooks()
-                    if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
-                        compat.swap_function_modes(modes, ())
+                self._call(refill, log, args, kwargs)
         finally:
             thread.replay = outer
+            if begun is not None:
+                begun.put_back()
         if replay.refusal is not None:
             raise replay.refusal
+
+    def _call(self, refill: Refill, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
+        modes = compat.function_mode_count()
+        compat.push_hooks(refill.pack_hook(), _as_packed)
+        try:
+            if log is None and not self.contexts:
+                self.function(*args, **kwargs)
+            else:
+                self._call_in_contexts(log, args, kwargs)
+        except Stop:
+            pass
+        finally:
+            compat.pop_hooks()
+            if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
+                compat.swap_function_modes(modes, ())
 
     def _call_in_contexts(self, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
         with ExitStack() as stack:

@@ -1,0 +1,160 @@
+"""State that a forward reads and changes: buffers, train and eval mode, parameters, generators. Right, or refused.
+
+    forward    note versions, keep small buffers as they are  ->  function  ->  note what it changed
+    replay     begin with forward's values  ->  function  ->  put back what was there
+
+A buffer is put in place of the module's own for the time of a replay, so the module's tensor is never written and its
+version never moves. A parameter or a captured tensor that was changed since is refused: its old value is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from regrow._core import compat
+from regrow._core.faults import StateChangedError
+from regrow._core.reach import Reach
+
+# Up to this size a buffer is copied in every forward and put in place in every replay, changed or not: kernels such as
+# batch normalisation write buffers without moving their version. Larger ones are kept only if a forward changes them.
+SMALL_BYTES = 64 * 1024
+
+# Large buffers that a forward was seen to leave alone or to change, by module, name and mode.
+_changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
+
+
+class Buffer:
+    """One buffer at the beginning of forward.
+
+    Attributes:
+        tensor: the module's own tensor, and its version, first before forward, then after it.
+        start: a copy from before forward; None if none was taken, or none is needed.
+        is_small: whether a replay begins with the copy without asking.
+        changed: whether forward changed it.
+    """
+
+    __slots__ = ("changed", "is_small", "module", "name", "path", "start", "tensor", "version")
+
+    def __init__(self, path: str, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        self.path = path
+        self.module = module
+        self.name = name
+        self.tensor = tensor
+        self.version = compat.version_of(tensor)
+        self.is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
+        self.changed = False
+        kept = self.is_small or _changes.get(module, {}).get((name, module.training), True)
+        self.start: torch.Tensor | None = tensor.detach().clone() if kept else None
+
+    def after_forward(self) -> None:
+        """Note whether forward changed it; a large one that it left alone is not kept, now and from now on."""
+        now = self.module._buffers.get(self.name)
+        self.changed = self.moved()
+        if now is not None:
+            self.tensor = now
+            self.version = compat.version_of(now)
+        if not self.is_small:
+            _changes.setdefault(self.module, {})[self.name, self.module.training] = self.changed
+            if not self.changed:
+                self.start = None
+
+    def needs_start(self) -> bool:
+        """Whether a replay must begin with the copy from before forward."""
+        return self.is_small or self.changed or self.moved()
+
+    def moved(self) -> bool:
+        """Whether the module has another tensor there, or the tensor another version, than last noted."""
+        now = self.module._buffers.get(self.name)
+        return now is not self.tensor or compat.version_of(self.tensor) != self.version
+
+
+class State:
+    """What one call reaches, as it was in forward.
+
+    Memory: holds copies of small buffers, and of large ones that forward changes, until the graph of the call dies.
+    """
+
+    __slots__ = ("_buffers", "_fixed", "_generators", "_modes")
+
+    def __init__(self, reached: Reach) -> None:
+        self._buffers: list[Buffer] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._fixed: list[tuple[str, torch.Tensor, int]] = []
+        self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
+        for name, tensor in reached.tensors.values():
+            self._fixed.append((name, tensor, compat.version_of(tensor)))
+        for path, module in _modules(reached):
+            self._modes.append((module, module.training))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._buffers.append(Buffer(path, module, name, buffer))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._fixed.append((_join(path, name), parameter, compat.version_of(parameter)))
+
+    def after_forward(self) -> None:
+        """Note what forward changed. A captured tensor that forward itself writes is the user's own state."""
+        for buffer in self._buffers:
+            buffer.after_forward()
+        self._fixed = [entry for entry in self._fixed if compat.version_of(entry[1]) == entry[2]]
+
+    def begin(self, label: str) -> Begun:
+        """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone."""
+        lost = [name for name, tensor, version in self._fixed if compat.version_of(tensor) != version]
+        stale = [buffer for buffer in self._buffers if buffer.needs_start()]
+        lost += [_join(buffer.path, buffer.name) for buffer in stale if buffer.start is None]
+        if lost:
+            raise StateChangedError(label, lost)
+        begun = Begun()
+        for buffer in stale:
+            assert buffer.start is not None
+            begun.buffers.append((buffer.module, buffer.name, buffer.module._buffers.get(buffer.name)))
+            buffer.module._buffers[buffer.name] = buffer.start.clone()
+        for module, training in self._modes:
+            if module.training != training:
+                begun.modes.append((module, module.training))
+                module.training = training
+        for generator, state in self._generators:
+            begun.generators.append((generator, generator.get_state()))
+            generator.set_state(state)
+        return begun
+
+
+class Begun:
+    """What a replay found and has to put back."""
+
+    __slots__ = ("buffers", "generators", "modes")
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self.modes: list[tuple[nn.Module, bool]] = []
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def put_back(self) -> None:
+        """The replay has ended, one way or the other."""
+        for module, name, tensor in self.buffers:
+            module._buffers[name] = tensor
+        for module, training in self.modes:
+            module.training = training
+        for generator, state in self.generators:
+            generator.set_state(state)
+
+
+def _modules(reached: Reach) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+    waiting = [(name, module) for name, module in reached.modules.values()]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        waiting += [(_join(path, name), child) for name, child in module._modules.items() if child is not None]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
