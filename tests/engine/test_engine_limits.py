@@ -53,7 +53,6 @@ def test_parameters_replaced_for_the_time_of_forward_are_replaced_in_the_replay(
     same_grads(program)
 
 
-@limit
 def test_a_captured_tensor_that_was_changed_in_place_is_refused(engine):
     """Rule 4: plain autograd refuses; the replay sees a tensor that is no argument, with other values than forward."""
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2)

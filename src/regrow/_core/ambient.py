@@ -57,40 +57,33 @@ def register_ambient(capture: Capture, restore: Restore) -> Callable[[], None]:
     return unregister
 
 
-def captured() -> list[tuple[Restore, Any]]:
+def captured() -> tuple[tuple[Restore, Any], ...]:
     """What the registered captures find now."""
-    found = [(restore, capture()) for capture, restore in _registered]
-    return [(restore, state) for restore, state in found if state is not None]
-
-
-def flags() -> Flags:
-    """The process's flags that change what operators compute."""
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        compat.attention_backends(),
-    )
+    if not _registered:
+        return ()
+    found = ((restore, capture()) for capture, restore in _registered)
+    return tuple((restore, state) for restore, state in found if state is not None)
 
 
 def set_flags(wanted: Flags) -> None:
     """Make the process's flags what they were."""
-    dtype, deterministic, warn_only, precision, backends = wanted
-    now = flags()
+    dtype, deterministic, precision, *attention = wanted
+    now = compat.process_flags()
     if now[0] != dtype:
         torch.set_default_dtype(dtype)
-    if now[1:3] != (deterministic, warn_only):
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    if now[3] != precision:
+    if now[1] != deterministic:
+        torch.use_deterministic_algorithms(
+            deterministic, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+    if now[2] != precision:
         torch.set_float32_matmul_precision(precision)
-    if now[4] != backends:
-        compat.set_attention_backends(backends)
+    if list(now[3:]) != attention:
+        compat.set_attention_backends(tuple(attention))
 
 
-def enter(stack: ExitStack, wanted: Flags, states: list[tuple[Restore, Any]]) -> None:
+def enter(stack: ExitStack, wanted: Flags, states: tuple[tuple[Restore, Any], ...]) -> None:
     """Put flags and registered states in force until the stack is closed."""
-    now = flags()
+    now = compat.process_flags()
     if now != wanted:
         set_flags(wanted)
         stack.callback(set_flags, now)

@@ -43,6 +43,9 @@ graph_task_keeps_graph: Callable[[], bool] = _private(
     "torch._C._autograd", "_get_current_graph_task_keep_graph", "it tells whether backward frees its graph"
 )
 
+# The autograd node that is being evaluated on this thread; None outside backward. Deleted by a public query.
+current_node: Callable[[], Any] = _private("torch._C", "_current_autograd_node", "it tells what a backward depends on")
+
 # Runs a callable when the current graph task ends, and drops it when the task dies, on errors too.
 # Deleted by a public end-of-backward callback.
 at_graph_task_end: Callable[[Callable[[], None]], None] = _private(
@@ -127,14 +130,32 @@ _set_attention_order: Callable[[list[int]], None] = _private(
 )
 
 
-def attention_backends() -> tuple[Any, ...]:
-    """Which implementations of attention are allowed, and their order."""
-    flash, efficient, math, cudnn, other = _attention_getters
-    return flash(), efficient(), math(), cudnn(), other(), _attention_order()
+_flash, _efficient, _math, _cudnn, _other = _attention_getters
+
+# Flags behind public functions of Python, asked twice per call. Deleted if those become cheap.
+_deterministic: Callable[[], bool] = _private(
+    "torch._C", "_get_deterministic_algorithms", "replays use forward's flags"
+)
+_precision: Callable[[], str] = _private("torch._C", "_get_float32_matmul_precision", "replays use forward's flags")
+
+
+def process_flags() -> tuple[Any, ...]:
+    """The flags of the process that change what operators compute, to compare as a whole."""
+    return (
+        torch.get_default_dtype(),
+        _deterministic(),
+        _precision(),
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn(),
+        _other(),
+        _attention_order(),
+    )
 
 
 def set_attention_backends(wanted: tuple[Any, ...]) -> None:
-    """Allow what `attention_backends` said."""
+    """Allow what the last six of `process_flags` said."""
     *allowed, order = wanted
     for setter, value in zip(_attention_setters, allowed, strict=True):
         setter(value)
@@ -170,6 +191,21 @@ def tracing() -> bool:
 def transform_level() -> int:
     """How deep torch.func transforms are nested on this thread. Deleted with `functorch_active`."""
     return _current_level() or 0
+
+
+def parameters_below(node: Any) -> set[int]:
+    """The ids of the leaves whose gradients a node leads to. Walks the graph in Python: for refusals only."""
+    found: set[int] = set()
+    seen, waiting = {node}, [node]
+    while waiting:
+        here = waiting.pop()
+        leaf = getattr(here, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        fresh = {below for below, _ in here.next_functions if below is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return found
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ class Environment:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
         self.thread_state = _thread_state()
-        self.flags = ambient.flags()
+        self.flags = compat.process_flags()
         self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
@@ -79,8 +79,8 @@ class Environment:
             _thread_state() != self.thread_state
             or compat.function_mode_count() > 0
             or self.function_modes != ()
-            or self.registered != []
-            or ambient.flags() != self.flags
+            or self.registered != ()
+            or compat.process_flags() != self.flags
             or (
                 self.device_autocast != ()
                 and _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast

@@ -1,15 +1,14 @@
 """Reach: modules, tensors and generators that a function can see without being given them. Must never look further.
 
 Looked at: the function itself, what it is bound to, what a partial holds, its closure, the globals it names, and
-modules among its arguments; each one level deep into lists, tuples and dicts, and functions into the functions they
-close over. Not looked at: attributes of objects that are no modules, and what called functions see.
+modules among its arguments; functions into the functions they close over, and lists, tuples and dicts one level deep
+for modules and generators. Not looked at: attributes of objects that are no modules, tensors in containers (a function
+that closes over a list rarely uses all of it), and what called functions see.
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from torch import nn
 
 _LEAVES = (torch.Tensor, nn.Module, torch.Generator)
-_BORING = frozenset({int, float, bool, str, bytes, type(None), type, type(torch)})
+_IN_CONTAINERS = (nn.Module, torch.Generator)
+_BORING = frozenset({int, float, bool, str, bytes, type(None), type, type(torch), type(len)})
 _FUNCTIONS = frozenset({FunctionType, MethodType, partial})
 _CONTAINERS = frozenset({list, tuple, dict})
 _DEPTH = 3
@@ -46,51 +46,61 @@ class Reach:
 
 def reach(function: Any, opaque: list[Any]) -> Reach | None:
     """What a function reaches, and what lies among its arguments that are no tensors; None if that is nothing."""
-    found: Reach | None = None
-    for name, value in (*_seen_by(function), *(("an argument", value) for value in opaque)):
-        for leaf_name, leaf in _leaves(name, value, _DEPTH):
-            found = found or Reach()
-            found.add(leaf_name, leaf)
-    return found
+    seen = _seen_by(function)
+    if opaque:
+        seen += [("an argument", value) for value in opaque]
+    if not seen:
+        return None
+    found = Reach()
+    for name, value in seen:
+        _add_leaves(found, name, value, _DEPTH)
+    return found if found.modules or found.tensors or found.generators else None
 
 
-def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _add_leaves(found: Reach, name: str, value: Any, depth: int) -> None:
     kind = type(value)
-    if kind in _BORING or depth == 0:
-        return
     if isinstance(value, _LEAVES):
-        yield name, value
+        found.add(name, value)
     elif kind in _FUNCTIONS:
-        for inner_name, inner in _seen_by(value):
-            yield from _leaves(inner_name, inner, depth - 1)
+        if depth:
+            for inner_name, inner in _seen_by(value):
+                _add_leaves(found, inner_name, inner, depth - 1)
     elif kind in _CONTAINERS:
-        items = value.items() if kind is dict else enumerate(value)
-        yield from ((f"{name}[{key!r}]", item) for key, item in items if isinstance(item, _LEAVES))
+        for key, item in value.items() if kind is dict else enumerate(value):
+            if isinstance(item, _IN_CONTAINERS):
+                found.add(f"{name}[{key!r}]", item)
 
 
-def _seen_by(function: Any) -> Iterator[tuple[str, Any]]:
+def _seen_by(function: Any) -> list[tuple[str, Any]]:
+    """What a function sees, without what can hold nothing of interest."""
     kind = type(function)
     if kind is FunctionType:
-        yield from _seen_by_code(function)
-    elif kind is MethodType:
-        yield "self", function.__self__
-        yield from _seen_by(function.__func__)
-    elif kind is partial:
-        yield from _seen_by(function.func)
-        yield from ((f"argument {index}", value) for index, value in enumerate(function.args))
-        yield from function.keywords.items()
-    elif isinstance(function, nn.Module):
-        yield "", function
+        return _seen_by_code(function)
+    if kind is MethodType:
+        return [("self", function.__self__), *_seen_by(function.__func__)]
+    if kind is partial:
+        held = [(f"argument {index}", value) for index, value in enumerate(function.args)]
+        return [*_seen_by(function.func), *held, *function.keywords.items()]
+    return [("", function)] if isinstance(function, nn.Module) else []
 
 
-def _seen_by_code(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code, namespace = function.__code__, function.__globals__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a cell that is not filled yet
-            yield name, cell.cell_contents
+def _seen_by_code(function: FunctionType) -> list[tuple[str, Any]]:
+    seen: list[tuple[str, Any]] = []
+    code = function.__code__
+    if function.__closure__ is not None:
+        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if type(value) not in _BORING:
+                seen.append((name, value))
+    namespace = function.__globals__
     for name in _globals_of(code):
-        if name in namespace:
-            yield name, namespace[name]
+        value = namespace.get(name)
+        if type(value) not in _BORING:
+            seen.append((name, value))
+    return seen
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ class State:
 
     def begin(self, label: str) -> Begun:
         """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone."""
-        lost = [name for name, tensor, version in self._fixed if compat.version_of(tensor) != version]
+        lost = self._lost()
         stale = [buffer for buffer in self._buffers if buffer.needs_start()]
         lost += [_join(buffer.path, buffer.name) for buffer in stale if buffer.start is None]
         if lost:
@@ -122,6 +122,16 @@ class State:
             begun.generators.append((generator, generator.get_state()))
             generator.set_state(state)
         return begun
+
+    def _lost(self) -> list[str]:
+        moved = [(name, tensor) for name, tensor, version in self._fixed if compat.version_of(tensor) != version]
+        node = compat.current_node() if moved else None
+        if node is None:
+            return [name for name, _ in moved]
+        # A function may reach a whole model and use one block of it; what an optimiser that steps in the middle of
+        # backward has changed so far lies above. What the function used lies below the node that asks.
+        below = compat.parameters_below(node)
+        return [name for name, tensor in moved if not tensor.requires_grad or id(tensor) in below]
 
 
 class Begun:

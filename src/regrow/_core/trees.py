@@ -56,6 +56,8 @@ class Template:
 
     def opaque(self) -> list[Any]:
         """The arguments that are neither tensors nor known containers."""
+        if self is TENSORS_ONLY:
+            return []
         return [node for node in (*self.args, *self.kwargs) if type(node) not in _NO_OBJECTS]
 
     def fill(self, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 from weakref import ref
 
 import torch
@@ -39,6 +40,12 @@ def make_unpack(frame: HooksFrame) -> Callable[[Slot], torch.Tensor]:
 
 def _regrow(frame: HooksFrame, slot: Slot) -> torch.Tensor:
     """The slow path: wait for a replay that runs, or make one."""
+    if torch.compiler.is_compiling():  # compiled autograd traces backward; an eager call is replayed eagerly
+        return cast("torch.Tensor", torch.compiler.disable(_regrow_eagerly)(frame, slot))
+    return _regrow_eagerly(frame, slot)
+
+
+def _regrow_eagerly(frame: HooksFrame, slot: Slot) -> torch.Tensor:
     active = frame.active_session if frame.complete else None
     if active is not None:
         return _regrow_for(frame, slot, active, scheduled=True)
@@ -74,7 +81,7 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
     if not intact:
         raise ValueChangedError(frame.label, next(k for k, place in enumerate(frame.slots) if place() is slot))
     # None if the function cleared the session that asked: then it is this backward's own to replay.
-    return _regrow(frame, slot) if value is None else value
+    return _regrow_eagerly(frame, slot) if value is None else value
 
 
 def _again(frame: HooksFrame, owner: Owner, before: Replay, *, scheduled: bool) -> Replay:
