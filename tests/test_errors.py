@@ -108,6 +108,18 @@ def change_an_input() -> None:
     loss.backward()
 
 
+def step_between() -> None:
+    layer = nn.Linear(4, 4)
+    loss = regrow.checkpoint(layer, leaf()).sin().sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    loss.backward()
+    loss = regrow.checkpoint(lambda x: layer(x).sin(), leaf()).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    loss.backward()
+
+
 def overwrite_a_saved_tensor() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -192,11 +204,14 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "is active on this checkpointed call": with_handle(prefire_twice),
     "nested checkpoint inside": nest_in_a_session,
     "an input was changed in place": change_an_input,
+    "what it reads was changed in place": step_between,
     "was changed in place after an operator saved it": overwrite_a_saved_tensor,
     "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
     "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),
     "of the replay is": branch(torch.sin, torch.cos, policy_fn=lambda *_, **__: False, early_stop=False),
     "backward through its own output": run_into_itself,
+    "capture must be": lambda: regrow.register_ambient(None, torch.no_grad),
+    "restore must be": lambda: regrow.register_ambient(torch.get_default_dtype, None),
     "module_or_fn must be": lambda: regrow.checkpoint_wrapper(3),
     "no option of checkpoint": lambda: regrow.checkpoint_wrapper(nn.ReLU(), earlystop=True),
     "is checkpointed already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
