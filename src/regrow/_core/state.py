@@ -102,9 +102,14 @@ class State:
             buffer.after_forward()
         self._fixed = [entry for entry in self._fixed if compat.version_of(entry[1]) == entry[2]]
 
-    def begin(self, label: str) -> Begun:
-        """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone."""
-        lost = self._lost()
+    def begin(self, label: str, *, complete: bool) -> Begun:
+        """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone.
+
+        Args:
+            label: the call.
+            complete: whether forward has returned; in its middle, what was written was written by itself.
+        """
+        lost = self._lost() if complete else []
         stale = [buffer for buffer in self._buffers if buffer.needs_start()]
         lost += [_join(buffer.path, buffer.name) for buffer in stale if buffer.start is None]
         if lost:

@@ -133,7 +133,7 @@ class HooksFrame(Frame):
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
-        begun = None if self.state is None else self.state.begin(self.label)
+        begun = None if self.state is None else self.state.begin(self.label, complete=self.complete)
         thread = replaying.thread
         outer, thread.replay = thread.replay, replay
         if compat.functorch_active():
