@@ -9,7 +9,7 @@ version never moves. A parameter or a captured tensor that was changed since is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,8 @@ from regrow._core.reach import Reach
 # Up to this size a buffer is copied in every forward and put in place in every replay, changed or not: kernels such as
 # batch normalisation write buffers without moving their version. Larger ones are kept only if a forward changes them.
 SMALL_BYTES = 64 * 1024
+
+_training = attrgetter("training")
 
 # Large buffers that a forward was seen to leave alone or to change, by module, name and mode.
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
@@ -37,10 +39,9 @@ class Buffer:
         changed: whether forward changed it.
     """
 
-    __slots__ = ("changed", "is_small", "module", "name", "path", "start", "tensor", "version")
+    __slots__ = ("changed", "is_small", "module", "name", "start", "tensor", "version")
 
-    def __init__(self, path: str, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        self.path = path
+    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module = module
         self.name = name
         self.tensor = tensor
@@ -78,29 +79,36 @@ class State:
     Memory: holds copies of small buffers, and of large ones that forward changes, until the graph of the call dies.
     """
 
-    __slots__ = ("_buffers", "_fixed", "_generators", "_modes")
+    __slots__ = ("_buffers", "_fixed", "_generators", "_modes", "_modules", "_reached", "_versions")
 
     def __init__(self, reached: Reach) -> None:
-        self._buffers: list[Buffer] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._fixed: list[tuple[str, torch.Tensor, int]] = []
+        # A function may reach a whole model: lists and one pass each, and no names before one is needed.
+        self._reached = reached
+        self._modules = _modules(reached)
+        self._modes = list(map(_training, self._modules))
+        self._buffers = [
+            Buffer(module, name, buffer)
+            for module in self._modules
+            if module._buffers
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._fixed: list[torch.Tensor] = [tensor for _, tensor in reached.tensors.values()]
+        for module in self._modules:
+            if module._parameters:
+                self._fixed += [parameter for parameter in module._parameters.values() if parameter is not None]
+        self._versions = compat.versions_of(self._fixed)
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
-        for name, tensor in reached.tensors.values():
-            self._fixed.append((name, tensor, compat.version_of(tensor)))
-        for path, module in _modules(reached):
-            self._modes.append((module, module.training))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._buffers.append(Buffer(path, module, name, buffer))
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._fixed.append((_join(path, name), parameter, compat.version_of(parameter)))
 
     def after_forward(self) -> None:
         """Note what forward changed. A captured tensor that forward itself writes is the user's own state."""
         for buffer in self._buffers:
             buffer.after_forward()
-        self._fixed = [entry for entry in self._fixed if compat.version_of(entry[1]) == entry[2]]
+        now = compat.versions_of(self._fixed)
+        if now != self._versions:
+            kept = [index for index in range(len(now)) if now[index] == self._versions[index]]
+            self._fixed = [self._fixed[index] for index in kept]
+            self._versions = [self._versions[index] for index in kept]
 
     def begin(self, label: str, *, complete: bool) -> Begun:
         """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone.
@@ -109,34 +117,44 @@ class State:
             label: the call.
             complete: whether forward has returned; in its middle, what was written was written by itself.
         """
-        lost = self._lost() if complete else []
         stale = [buffer for buffer in self._buffers if buffer.needs_start()]
-        lost += [_join(buffer.path, buffer.name) for buffer in stale if buffer.start is None]
+        lost = self._lost() if complete else []
+        lost += [buffer.tensor for buffer in stale if buffer.start is None]
         if lost:
-            raise StateChangedError(label, lost)
+            raise StateChangedError(label, self._names_of(lost))
         begun = Begun()
         for buffer in stale:
             assert buffer.start is not None
             begun.buffers.append((buffer.module, buffer.name, buffer.module._buffers.get(buffer.name)))
             buffer.module._buffers[buffer.name] = buffer.start.clone()
-        for module, training in self._modes:
-            if module.training != training:
-                begun.modes.append((module, module.training))
+        if list(map(_training, self._modules)) != self._modes:
+            begun.modes = [(module, module.training) for module in self._modules]
+            for module, training in zip(self._modules, self._modes, strict=True):
                 module.training = training
         for generator, state in self._generators:
             begun.generators.append((generator, generator.get_state()))
             generator.set_state(state)
         return begun
 
-    def _lost(self) -> list[str]:
-        moved = [(name, tensor) for name, tensor, version in self._fixed if compat.version_of(tensor) != version]
-        node = compat.current_node() if moved else None
+    def _lost(self) -> list[torch.Tensor]:
+        now = compat.versions_of(self._fixed)
+        if now == self._versions:
+            return []
+        moved = [self._fixed[index] for index in range(len(now)) if now[index] != self._versions[index]]
+        node = compat.current_node()
         if node is None:
-            return [name for name, _ in moved]
+            return moved
         # A function may reach a whole model and use one block of it; what an optimiser that steps in the middle of
         # backward has changed so far lies above. What the function used lies below the node that asks.
         below = compat.parameters_below(node)
-        return [name for name, tensor in moved if not tensor.requires_grad or id(tensor) in below]
+        return [tensor for tensor in moved if not tensor.requires_grad or id(tensor) in below]
+
+    def _names_of(self, tensors: list[torch.Tensor]) -> list[str]:
+        known = {id(tensor): name for name, tensor in self._reached.tensors.values()}
+        for path, module in self._reached.modules.values():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                known.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        return [known.get(id(tensor), "a tensor that was replaced since") for tensor in tensors]
 
 
 class Begun:
@@ -159,17 +177,13 @@ class Begun:
             generator.set_state(state)
 
 
-def _modules(reached: Reach) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-    waiting = [(name, module) for name, module in reached.modules.values()]
-    while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module
-        waiting += [(_join(path, name), child) for name, child in module._modules.items() if child is not None]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _modules(reached: Reach) -> list[nn.Module]:
+    found = [module for _, module in reached.modules.values()]
+    seen = set(map(id, found))
+    for module in found:  # grows while it is walked
+        if module._modules:
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    found.append(child)
+    return found
