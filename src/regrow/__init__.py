@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointError": "regrow._core.faults",
     "FrameBusyError": "regrow._core.faults",
+    "Handle": "regrow._core.frame",
     "InputChangedError": "regrow._core.faults",
     "NestedFrameError": "regrow._core.faults",
     "RegrowError": "regrow.errors",

@@ -6,6 +6,7 @@ from regrow._core.faults import NestedFrameError as NestedFrameError
 from regrow._core.faults import ReplayMismatchError as ReplayMismatchError
 from regrow._core.faults import StateChangedError as StateChangedError
 from regrow._core.faults import ValueChangedError as ValueChangedError
+from regrow._core.frame import Handle as Handle
 from regrow._core.replaying import is_recomputing as is_recomputing
 from regrow._core.selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 from regrow.call import checkpoint as checkpoint
@@ -17,4 +18,5 @@ from regrow.scheduling import recompute_session_ctx as recompute_session_ctx
 from regrow.wrappers import apply_checkpointing as apply_checkpointing
 from regrow.wrappers import checkpoint_wrapper as checkpoint_wrapper
 
+__all__: list[str]
 __version__: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 from regrow import arguments
 from regrow._core import compat
@@ -16,6 +16,36 @@ from regrow._engines.hooks.replay import Options
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
 
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+@overload
+def checkpoint(
+    function: Callable[..., Result],
+    *args: Any,
+    use_reentrant: bool = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: Callable[[], tuple[Any, Any]] | None = ...,
+    policy_fn: Callable[..., Any] | None = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    respect_saved_tensors_hooks: bool | None = ...,
+    **kwargs: Any,
+) -> Result: ...
+@overload
+def checkpoint(
+    *,
+    use_reentrant: bool = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: Callable[[], tuple[Any, Any]] | None = ...,
+    policy_fn: Callable[..., Any] | None = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    respect_saved_tensors_hooks: bool | None = ...,
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]: ...
 def checkpoint(  # noqa: PLR0913 - torch's signature
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -32,7 +62,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
     """Run a function without keeping its activations; regrow them when backward, or a scheduler, asks.
 
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: same values, same gradients. Without
-    a positional argument it is a decorator, also for methods::
+    a positional argument it is a decorator, also for methods; the parentheses are required::
 
         @checkpoint(early_stop=False)
         def block(x): ...
@@ -52,10 +82,12 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
             ``context_fn``: contexts are entered in that order and left in reverse.
         determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
             "none" only the number.
-        debug: keep the operators of both runs, and say in an error where they part. Slow.
+        debug: keep the operators of both runs, and say in the error of a mismatch where they part. It finds no
+            mismatch that the determinism check does not find. Slow.
         early_stop: end a replay as soon as every saved tensor is back, so that code after the last one does not run
             again. If a custom Function saved it, or an operator that may still write what it saved, the replay goes on
-            to the next torch call. torch's global ``set_checkpoint_early_stop`` does not change it.
+            to the next torch call. torch's global ``set_checkpoint_early_stop`` does not change it, nor does
+            ``set_checkpoint_debug_enabled`` change ``debug``.
         respect_saved_tensors_hooks: whether results kept by a policy pass through saved-tensor hooks that surround the
             call, such as ``save_on_cpu``. None means True.
         **kwargs: keyword arguments of the function.
@@ -101,7 +133,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
     if function is None:
         if args or kwargs:
             raise ValueError(
-                f"function is missing: checkpoint() got {len(args)} arguments and {sorted(kwargs)} for it."
+                f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
             )
         return _decorator(options)
     arguments.check_callable("function", function, "the function or module to run")
@@ -123,8 +155,8 @@ def check_options(
     arguments.check_flag("use_reentrant", use_reentrant)
     if use_reentrant:
         raise NotImplementedError(
-            "use_reentrant=True: this version of regrow has no reentrant engine. Leave use_reentrant at False; "
-            "that engine also does what reentrant checkpointing is used for."
+            "use_reentrant=True: this version of regrow has no reentrant engine. Leave use_reentrant "
+            "at False: that engine also takes nested containers, captured parameters and partial backwards."
         )
     arguments.check_flag("preserve_rng_state", preserve_rng_state)
     arguments.check_flag("debug", debug)
@@ -153,13 +185,14 @@ def label_of(function: Callable[..., Any]) -> str:
     return type(function).__name__ if name is None else name
 
 
-def _decorator(options: Options) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+def _decorator(options: Options) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
         arguments.check_callable("function", function, "the function to decorate")
 
         @wraps(function)
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return run(function, label_of(function), args, kwargs, options)
+        def checkpointed(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+            output: Result = run(function, label_of(function), args, kwargs, options)
+            return output
 
         return checkpointed
 

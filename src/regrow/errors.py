@@ -4,10 +4,11 @@ from __future__ import annotations
 
 
 class RegrowError(RuntimeError):
-    """The root of everything regrow raises after a call was accepted.
+    """The root of what regrow raises because a call cannot be replayed as it was.
 
-    On torch, what a replay finds wrong is a `regrow.CheckpointError`: this class and torch's own
-    ``torch.utils.checkpoint.CheckpointError`` at once, so code written for torch keeps catching it.
+    On torch these are `regrow.CheckpointError`: this class and torch's own ``torch.utils.checkpoint.CheckpointError``
+    at once, so code written for torch keeps catching it. Wrong arguments are ``ValueError``; a handle whose graph has
+    died, and a device that wakes up inside forward, are plain ``RuntimeError``.
     """
 
 
@@ -43,7 +44,7 @@ def changed_input(label: str, names: list[str], details: list[str]) -> str:
     return (
         f"{label}: cannot replay, an input was changed in place since forward: {listed}. "
         "A replay would start from the new values and give wrong gradients. "
-        "Pass a clone, make the change out of place, or leave that argument out of the checkpointed call."
+        "Pass a clone, or make the change out of place or after backward."
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -25,7 +25,10 @@ _OPTIONS = "_regrow_options"
 _LABEL = "_regrow_label"
 
 
-def checkpoint_wrapper(module_or_fn: Any, **checkpoint_kwargs: Any) -> Any:
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
+
+
+def checkpoint_wrapper(module_or_fn: Wrapped, **checkpoint_kwargs: Any) -> Wrapped:
     """Make a module or a function checkpoint each of its calls.
 
     Args:
@@ -46,9 +49,10 @@ def checkpoint_wrapper(module_or_fn: Any, **checkpoint_kwargs: Any) -> Any:
     options = _checked(checkpoint_kwargs)
     if not isinstance(module_or_fn, nn.Module):
         arguments.check_callable("module_or_fn", module_or_fn, "a module or a function")
-        return _wrapped_function(module_or_fn, options)
+        return cast("Wrapped", _wrapped_function(module_or_fn, options))
     _check_free(module_or_fn, "module_or_fn")
-    return _wrap(module_or_fn, options, _label(module_or_fn, ""))
+    _wrap(module_or_fn, options, _label(module_or_fn, ""))
+    return module_or_fn
 
 
 def apply_checkpointing(

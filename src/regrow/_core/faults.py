@@ -17,6 +17,8 @@ class CheckpointError(errors.RegrowError, torch.utils.checkpoint.CheckpointError
         label: the checkpointed function, with its module path where known.
     """
 
+    __module__ = "regrow"
+
     def __init__(self, message: str, *, label: str = "") -> None:
         super().__init__(message)
         self.label = label
@@ -41,6 +43,8 @@ class FrameBusyError(CheckpointError):
         wanted: the id of the session that was refused.
     """
 
+    __module__ = "regrow"
+
     def __init__(self, label: str, owner: Hashable, wanted: Hashable) -> None:
         super().__init__(errors.busy_frame(label, owner, wanted), label=label)
         self.owner = owner
@@ -54,6 +58,8 @@ class NestedFrameError(CheckpointError):
         outer: the call that was being replayed.
     """
 
+    __module__ = "regrow"
+
     def __init__(self, label: str, outer: str) -> None:
         super().__init__(errors.nested_frame(label, outer), label=label)
         self.outer = outer
@@ -65,6 +71,8 @@ class InputChangedError(CheckpointError):
     Attributes:
         names: the arguments, as written in the call.
     """
+
+    __module__ = "regrow"
 
     def __init__(self, label: str, names: list[str], details: list[str]) -> None:
         super().__init__(errors.changed_input(label, names, details), label=label)
@@ -78,6 +86,8 @@ class StateChangedError(CheckpointError):
         names: what was changed, as the function reaches it.
     """
 
+    __module__ = "regrow"
+
     def __init__(self, label: str, names: list[str]) -> None:
         super().__init__(errors.changed_state(label, names), label=label)
         self.names = names
@@ -89,6 +99,8 @@ class ValueChangedError(CheckpointError):
     Attributes:
         index: which saved tensor, in the order forward saved them.
     """
+
+    __module__ = "regrow"
 
     def __init__(self, label: str, index: int) -> None:
         super().__init__(errors.changed_value(label, index), label=label)
@@ -103,6 +115,8 @@ class ReplayMismatchError(CheckpointError):
         replay: how many the replay saved; with early stop it is not asked for more than forward had.
         indices: the saved tensors that differ, in the order forward saved them.
     """
+
+    __module__ = "regrow"
 
     def __init__(self, message: str, *, label: str, forward: int, replay: int, indices: tuple[int, ...]) -> None:
         super().__init__(message, label=label)
