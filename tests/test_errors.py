@@ -116,6 +116,13 @@ def step_between() -> None:
     loss.backward()
 
 
+def bind_late() -> None:
+    x = leaf()
+    for layer in (nn.Linear(4, 4), nn.Linear(4, 4)):
+        x = regrow.checkpoint(lambda t: layer(t).sin(), x)  # noqa: B023 - the mistake itself
+    x.sum().backward()
+
+
 def overwrite_a_saved_tensor() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -200,7 +207,8 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "is active on this checkpointed call": with_handle(prefire_twice),
     "nested checkpoint inside": nest_in_a_session,
     "an input was changed in place": change_an_input,
-    "what it reads was changed in place": step_between,
+    "What it reads was changed in place": step_between,
+    "stand for other tensors or modules": bind_late,
     "was changed in place after an operator saved it": overwrite_a_saved_tensor,
     "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
     "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),

@@ -57,13 +57,20 @@ def changed_value(label: str, index: int) -> str:
     )
 
 
-def changed_state(label: str, names: list[str]) -> str:
+def changed_state(label: str, names: list[str], rebound: list[str]) -> str:
     """The sentence for parameters, buffers and captured tensors that moved on between forward and replay."""
-    return (
-        f"{label}: cannot replay, what it reads was changed in place since forward: {', '.join(names)}. "
-        "A replay would compute with the new values and give wrong gradients. Did an optimiser step, or a write into a "
-        "buffer or a captured tensor, come between forward and backward? Make it after backward, or out of place."
-    )
+    parts = [f"{label}: cannot replay with the values of forward."]
+    if names:
+        parts.append(
+            f"What it reads was changed in place since: {', '.join(names)}. Did an optimiser step, or a write into a "
+            "buffer or a captured tensor, come between forward and backward? Make it after backward, or out of place."
+        )
+    if rebound:
+        parts.append(
+            f"Names it reads stand for other tensors or modules than in forward: {', '.join(rebound)}. A function sees "
+            "the last value of a variable that a loop or later code sets anew. Pass it as an argument instead."
+        )
+    return " ".join(parts)
 
 
 def suppressed_exception(label: str) -> str:

@@ -143,11 +143,12 @@ def _thread_state() -> ThreadState:
 
 def _entered(environment: Environment) -> ExitStack:
     stack = ExitStack()
-    on_cpu, cpu_dtype, cache, _ = environment.thread_state
+    on_cpu, cpu_dtype, *_ = environment.thread_state
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(mode=False))
     for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
-        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+        # Without its cache: what the caller's autocast has cast to another type must not be found here, nor ours there.
+        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
     try:

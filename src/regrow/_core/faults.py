@@ -80,17 +80,19 @@ class InputChangedError(CheckpointError):
 
 
 class StateChangedError(CheckpointError):
-    """A parameter, a buffer or a captured tensor was changed in place between forward and replay.
+    """A parameter, a buffer or a captured tensor was changed between forward and replay.
 
     Attributes:
-        names: what was changed, as the function reaches it.
+        names: what was changed in place, as the function reaches it.
+        rebound: names that stand for another tensor or module than in forward.
     """
 
     __module__ = "regrow"
 
-    def __init__(self, label: str, names: list[str]) -> None:
-        super().__init__(errors.changed_state(label, names), label=label)
+    def __init__(self, label: str, names: list[str], rebound: list[str]) -> None:
+        super().__init__(errors.changed_state(label, names, rebound), label=label)
         self.names = names
+        self.rebound = rebound
 
 
 class ValueChangedError(CheckpointError):

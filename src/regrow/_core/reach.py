@@ -25,11 +25,19 @@ _DEPTH = 3
 
 
 class Reach:
-    """What a function reaches, each thing once, with the name it is reached by."""
+    """What a function reaches, each thing once, with the name it is reached by.
 
-    __slots__ = ("generators", "modules", "tensors")
+    Attributes:
+        function: the function, and what lies among its arguments that are no tensors.
+        names: what each name stands for, of those that lead straight to a tensor or a module.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("function", "generators", "modules", "names", "opaque", "tensors")
+
+    def __init__(self, function: Any, opaque: list[Any]) -> None:
+        self.function = function
+        self.opaque = opaque
+        self.names: dict[str, int] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.generators: dict[int, torch.Generator] = {}
@@ -43,6 +51,18 @@ class Reach:
         else:
             self.tensors.setdefault(id(value), (name, value))
 
+    def rebound(self) -> list[str]:
+        """Names that stand for another tensor or module now: a variable of a loop, a global that was set anew.
+
+        A name that the function itself sets is the user's own state.
+        """
+        again = reach(self.function, self.opaque)
+        now = {} if again is None else again.names
+        if now == self.names:
+            return []
+        own = _set_by(self.function)
+        return [name for name, value in self.names.items() if now.get(name) != value and name not in own]
+
 
 def reach(function: Any, opaque: list[Any]) -> Reach | None:
     """What a function reaches, and what lies among its arguments that are no tensors; None if that is nothing."""
@@ -51,7 +71,7 @@ def reach(function: Any, opaque: list[Any]) -> Reach | None:
         seen += [("an argument", value) for value in opaque]
     if not seen:
         return None
-    found = Reach()
+    found = Reach(function, opaque)
     for name, value in seen:
         _add_leaves(found, name, value, _DEPTH)
     return found if found.modules or found.tensors or found.generators else None
@@ -61,6 +81,7 @@ def _add_leaves(found: Reach, name: str, value: Any, depth: int) -> None:
     kind = type(value)
     if isinstance(value, _LEAVES):
         found.add(name, value)
+        found.names.setdefault(name, id(value))
     elif kind in _FUNCTIONS:
         if depth:
             for inner_name, inner in _seen_by(value):
@@ -107,3 +128,13 @@ def _seen_by_code(function: FunctionType) -> list[tuple[str, Any]]:
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     names = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def _set_by(function: Any) -> frozenset[str]:
+    while type(function) is partial:
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return frozenset()
+    steps = (step for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "STORE_GLOBAL"))
+    return frozenset(str(step.argval) for step in steps)

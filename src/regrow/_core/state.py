@@ -120,8 +120,9 @@ class State:
         stale = [buffer for buffer in self._buffers if buffer.needs_start()]
         lost = self._lost() if complete else []
         lost += [buffer.tensor for buffer in stale if buffer.start is None]
-        if lost:
-            raise StateChangedError(label, self._names_of(lost))
+        rebound = self._reached.rebound() if complete else []
+        if lost or rebound:
+            raise StateChangedError(label, self._names_of(lost), rebound)
         begun = Begun()
         for buffer in stale:
             assert buffer.start is not None

@@ -6,20 +6,24 @@ import sys
 from importlib import import_module
 
 _EXTRA = ("rich", "typer")
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs.
+        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs; 130
+            after Ctrl-C, whenever it comes.
     """
     try:
-        app = import_module("regrow.cli.app").app
+        status = import_module("regrow.cli.app").run(sys.argv[1:])
     except ImportError as error:
         sys.stderr.write(f"regrow: {_explained(error)}\n")
-        raise SystemExit(2) from None
-    app()
+        status = 2
+    except KeyboardInterrupt:  # while a module is imported; typer sees to it from there
+        status = _INTERRUPTED
+    raise SystemExit(status)
 
 
 def _explained(error: ImportError) -> str:

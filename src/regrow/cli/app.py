@@ -1,25 +1,71 @@
-"""The table of commands: what `regrow` can be asked. Must never hold the work of a command.
+"""The table of commands: what `regrow` can be asked. Must never hold the work of a command, nor import torch.
 
-Commands stand in files of their own, one each, and are entered here by name.
+Commands stand in files of their own, one each, and are entered here by name. Help, version and errors are plain lines:
+one style, whoever finds the fault.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated, cast
+
 import typer
 
+from regrow import __version__
 from regrow.cli.demo import demo
+
+# What all faults of a command line derive from. It has no public name of its own: typer has it from click up to 0.25, and
+# brings its own since.
+_Fault = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(
     name="regrow",
-    no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_show_locals=False,  # locals are tensors
+    rich_markup_mode=None,  # plain text, which costs no import
+    pretty_exceptions_enable=False,
 )
 
 
-@app.callback()
-def regrow() -> None:
-    """Activation recomputation that a scheduler can control, for PyTorch."""  # keeps `demo` a word: it stands alone
+def run(arguments: Sequence[str]) -> int:
+    """Run a command.
+
+    Args:
+        arguments: the command and its options, as words.
+
+    Returns:
+        The exit status: 2 where the arguments cannot be honoured, 130 after Ctrl-C.
+    """
+    try:
+        return app(list(arguments), prog_name="regrow", standalone_mode=False) or 0
+    except _Fault as fault:
+        where = fault.ctx.command_path if fault.ctx else "regrow"
+        typer.echo(f"{where}: {_sentence(fault)}. See {where} --help.", err=True)
+        return fault.exit_code
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
+    if wanted:
+        typer.echo(f"regrow {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def regrow(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Activation recomputation that a scheduler can control, for PyTorch."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
 
 
 app.command()(demo)
+
+
+def _sentence(fault: typer.BadParameter) -> str:
+    parameter = getattr(fault, "param", None)
+    text = fault.format_message() if parameter is None else f"{parameter.opts[0]}: {fault.message}"
+    return text.rstrip(".")
