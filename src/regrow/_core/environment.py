@@ -81,11 +81,13 @@ class Environment:
             or self.function_modes != ()
             or self.registered != ()
             or compat.process_flags() != self.flags
-            or (
-                self.device_autocast != ()
-                and _device_autocast(kind for kind, _, _ in self.device_autocast) != self.device_autocast
-            )
+            or self.device_autocast_differs()
         )
+
+    def device_autocast_differs(self) -> bool:
+        """Whether autocast of the devices in play is not here as it was in forward."""
+        wanted = self.device_autocast
+        return wanted != () and _device_autocast(kind for kind, _, _ in wanted) != wanted
 
     def restored(self) -> Restored:
         """A context in which this thread is as forward was; the thread's own state is back when it is left."""
@@ -143,12 +145,8 @@ def _thread_state() -> ThreadState:
 
 def _entered(environment: Environment) -> ExitStack:
     stack = ExitStack()
-    on_cpu, cpu_dtype, *_ = environment.thread_state
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(mode=False))
-    for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
-        # Without its cache: what the caller's autocast has cast to another type must not be found here, nor ours there.
-        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+    if _thread_state() != environment.thread_state or environment.device_autocast_differs():
+        _enter_autocast(stack, environment)
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
     try:
@@ -157,6 +155,16 @@ def _entered(environment: Environment) -> ExitStack:
         stack.close()
         raise
     return stack
+
+
+def _enter_autocast(stack: ExitStack, environment: Environment) -> None:
+    # The cache of cast weights is one per thread: what the caller's autocast has cast to another type must not be found
+    # in the replay, nor what the replay casts after it.
+    torch.clear_autocast_cache()
+    stack.callback(torch.clear_autocast_cache)
+    on_cpu, cpu_dtype, cache, _ = environment.thread_state
+    for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
+        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
 
 
 def _device_states(wanted: Iterable[torch.device]) -> DeviceStates:

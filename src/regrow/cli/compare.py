@@ -25,6 +25,8 @@ from regrow.cli.corpus import Corpus, MicroBatch
 from regrow.cli.gpt import GPT, Block, BlockRunner, Shape
 from regrow.cli.memory import Footprint
 
+FEWEST_TIMED_STEPS = 5  # whose median says something
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -120,6 +122,16 @@ def train(trainees: list[Trainee], settings: Settings, corpus: Corpus) -> Iterat
         yield trainees[0].losses[-1].item()
 
 
+def warm_up(trainees: list[Trainee], settings: Settings, corpus: Corpus) -> None:
+    """Take a step with a copy of each trainee, and throw it away: what only a process's first step costs is not timed.
+
+    Memory: a second model and optimizer, one at a time, until this returns.
+    """
+    batches = _draw(settings, corpus, 0)[:1]
+    for trainee in trainees:
+        _advance(copy.deepcopy(trainee), batches, settings, 0)
+
+
 def weigh(trainees: list[Trainee], settings: Settings, corpus: Corpus) -> None:
     """Run one more step for each trainee under the profiler, without an update, for its bytes."""
     batches = _draw(settings, corpus, settings.steps)
@@ -136,8 +148,10 @@ def disagreements(trainees: list[Trainee]) -> list[str]:
     return [fault for other in others for fault in (*_losses(first, other), *_gradients(first, other))]
 
 
-def time_ratio(trainee: Trainee, reference: Trainee) -> float:
-    """The step time as a multiple of another's: the median over the steps."""
+def time_ratio(trainee: Trainee, reference: Trainee) -> float | None:
+    """The step time as a multiple of another's: the median over the steps, None where they are too few."""
+    if len(trainee.step_s) < FEWEST_TIMED_STEPS:
+        return None
     return median(mine / other for mine, other in zip(trainee.step_s, reference.step_s, strict=True))
 
 

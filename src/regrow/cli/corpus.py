@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from regrow.cli.counts import counted
+
 _READ_LIMIT_BYTES = 4 << 20
 _INSTALLED = {"site-packages", "dist-packages"}  # lie inside the standard library, and differ from machine to machine
 
@@ -61,27 +63,31 @@ def load(path: Path | None, *, length: int) -> Corpus:
     if not found.exists():
         raise ValueError(f"--corpus: {found} does not exist. Name a text file, or a folder of text files.")
     try:
-        text = _read(_files(found) if path else _sources(library))
+        text, n_skipped = _read(_files(found) if path else _sources(library))
     except OSError as error:
         raise ValueError(f"--corpus: {found} cannot be read ({error.strerror}). Name another file or folder.") from None
     if len(text) <= length:
+        skipped = f" ({counted(n_skipped, 'file')} with NUL bytes skipped, which are not text)" if n_skipped else ""
         raise ValueError(
-            f"--corpus: {found} holds {len(text)} bytes of text, one piece needs {length + 1}. Name a longer text."
+            f"--corpus: {found} holds {counted(len(text), 'byte')} of text{skipped}, one piece needs {length + 1}. "
+            "Name a longer text."
         )
     label = str(path) if path else "the source code of Python's standard library"
     return Corpus(label, torch.frombuffer(text, dtype=torch.uint8))
 
 
-def _read(files: Iterable[Path]) -> bytearray:
-    """The contents of files, one after the other, up to the limit; what holds a zero byte is no text."""
-    text = bytearray()
+def _read(files: Iterable[Path]) -> tuple[bytearray, int]:
+    """The contents of files, one after the other, up to the limit; and how many hold a NUL byte, so are no text."""
+    text, n_skipped = bytearray(), 0
     for file in files:
         content = file.read_bytes()
-        if b"\0" not in content:
+        if b"\0" in content:
+            n_skipped += 1
+        else:
             text += content[: _READ_LIMIT_BYTES - len(text)]
         if len(text) == _READ_LIMIT_BYTES:
             break
-    return text
+    return text, n_skipped
 
 
 def _sources(library: Path) -> Iterator[Path]:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from regrow.cli import compare, corpus, report
+from regrow.cli import compare, corpus
 from regrow.cli.compare import Settings, Trainee, Variant
 from regrow.cli.corpus import Corpus
 from regrow.cli.counts import counted
 from regrow.cli.gpt import Shape
+from regrow.cli.meaning import meaning
 from regrow.cli.options import Options
-from regrow.cli.report import Row
+from regrow.cli.progress import progress, waiting
+from regrow.cli.report import Row, caption, table
 
 
 def run(options: Options) -> int:
@@ -56,19 +58,19 @@ def execute(settings: Settings, loaded: Corpus, variants: Sequence[Variant]) -> 
     trainees = compare.enroll(settings, variants)
     with compare.steady(settings.device):
         compare.warm_up(trainees, settings, loaded)
-        for _ in report.progress(console, compare.train(trainees, settings, loaded), settings.steps):
+        for _ in progress(console, compare.train(trainees, settings, loaded), settings.steps):
             pass
         faults = compare.disagreements(trainees)  # before the weighing, which overwrites the gradients
-        with report.waiting(console, "one more step of each, under the profiler"):
+        with waiting(console, "one more step of each, under the profiler"):
             compare.weigh(trainees, settings, loaded)
     rows = [_row(trainee, trainees[0]) for trainee in trainees]
-    console.print(report.table(rows, console.width))
-    console.print(report.caption(rows, settings.steps))
+    console.print(table(rows, console.width))
+    console.print(caption(rows, settings.steps))
     if faults:
         advice = f"Run again; if they stay, report them with --seed {settings.seed} and torch {torch.__version__}."
         _complain([*faults, f"All variants should train alike, so the figures above mean nothing. {advice}"])
         return 1
-    console.print(report.meaning(*rows))
+    console.print(meaning(*rows))
     return 0
 
 

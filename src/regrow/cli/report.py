@@ -1,109 +1,88 @@
-"""What the demo shows: progress, one table, two sentences. Must never measure."""
+"""The demo's figures: one table, and what its words mean. Must never measure, and never cut a number short."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich import box
 from rich.table import Table
 
-from regrow.cli.gpt import PARAMETER_GROUPS
+from regrow.cli.compare import FEWEST_TIMED_STEPS
+from regrow.cli.counts import counted
 from regrow.cli.memory import Footprint
+
+_WIDE = 80  # columns that a row for each variant takes
 
 _CAPTION = """\
 loss: of step {n_steps}, all digits of float32.
 replays: runs of a block beyond its forwards, counted in the block itself.
-step time: forward, backward and update, as a multiple of no checkpoint; the median of the ratios within each step.
+step time: {step_time}
 MiB: allocated since the start of a step, summed from the profiler's allocation events; peak: at most, kept: after all \
 forwards, before any backward."""
+_TIMED = "forward, backward and update, as a multiple of no checkpoint; the median of the ratios within each step."
+_UNTIMED = f"-, as {{n_steps}} are too few to tell; give --steps {FEWEST_TIMED_STEPS} or more."
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of a variant."""
+    """The figures of a variant; None is what the run does not tell."""
 
     name: str
     loss: float
     replays: list[float]
-    time_ratio: float
+    time_ratio: float | None
     footprint: Footprint | None
 
 
-def progress(console: Console, losses: Iterable[float], n_steps: int) -> Iterator[float]:
-    """Pass on what each step gives, and show how far it is: a bar on a terminal, a few lines elsewhere."""
-    return (_bar if sys.stdout.isatty() else _lines)(console, losses, n_steps)
+def table(rows: Sequence[Row], width: int) -> Table:
+    """The figures.
+
+    Args:
+        rows: the variants.
+        width: columns of the terminal. Where it is narrow, variants stand side by side, so that numbers stay whole.
+    """
+    return _by_variant(rows) if width >= _WIDE else _by_measure(rows)
 
 
-@contextmanager
-def waiting(console: Console, what: str) -> Iterator[None]:
-    """A context that says what takes so long."""
-    if sys.stdout.isatty():
-        with console.status(what):
-            yield
-    else:
-        console.print(what)
-        yield
+def caption(rows: Sequence[Row], n_steps: int) -> str:
+    """What the words of the table mean, a line each."""
+    timed = all(row.time_ratio is not None for row in rows)
+    step_time = _TIMED if timed else _UNTIMED.format(n_steps=counted(n_steps, "step"))
+    return _CAPTION.format(n_steps=n_steps, step_time=step_time)
 
 
-def table(rows: Sequence[Row], n_steps: int) -> Table:
-    """One row for each variant."""
-    shown = Table(caption=_CAPTION.format(n_steps=n_steps), caption_justify="left")
+def span(values: list[float]) -> str:
+    """All values in a word or three: `7`, or `6 to 7`."""
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _by_variant(rows: Sequence[Row]) -> Table:
+    shown = Table()
     shown.add_column("variant", no_wrap=True)
     for heading in ("loss", "replays per block and micro-batch", "step time", "peak MiB", "kept MiB"):
         shown.add_column(heading, justify="right")
     for row in rows:
-        peak, kept = ("-", "-") if row.footprint is None else _mebibytes(row.footprint)
-        shown.add_row(row.name, f"{row.loss:.9g}", _span(row.replays), f"{row.time_ratio:.2f}", peak, kept)
+        shown.add_row(row.name, *_figures(row))
     return shown
 
 
-def meaning(plain: Row, native: Row, ours: Row) -> str:
-    """What the table says, in two sentences."""
-    return (
-        "Where backward is cut into dx and dw, torch's checkpoint replays a block for dx and again for each of its "
-        f"{PARAMETER_GROUPS} groups of parameters in dw, {_times(native.replays)} in all, and holds what a "
-        f"replay brings back until it is read: {_cost(native, plain)}. "
-        f"regrow replays it {_times(ours.replays)} for both: {_cost(ours, plain)}, with every loss and the last step's "
-        "gradients equal to those of no checkpoint, bit for bit."
-    )
+def _by_measure(rows: Sequence[Row]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown.add_column("")
+    for row in rows:
+        shown.add_column(row.name, justify="right", overflow="fold")
+    headings = ("loss", "replays", "step time", "peak MiB", "kept MiB")
+    for line in zip(headings, *(_figures(row) for row in rows), strict=True):
+        shown.add_row(*line)
+    return shown
 
 
-def _bar(console: Console, losses: Iterable[float], n_steps: int) -> Iterator[float]:
-    loss_column = TextColumn("loss {task.fields[loss]:.3f}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss_column, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("training", total=n_steps, loss=float("nan"))
-        for loss in losses:
-            shown.update(task, advance=1, loss=loss)
-            yield loss
-
-
-def _lines(console: Console, losses: Iterable[float], n_steps: int) -> Iterator[float]:
-    for step, loss in enumerate(losses, 1):
-        if 4 * step // n_steps > 4 * (step - 1) // n_steps:
-            console.print(f"step {step} of {n_steps}, loss {loss:.3f}")
-        yield loss
-
-
-def _cost(row: Row, plain: Row) -> str:
-    time = f"{row.time_ratio:.2f} times the step time of no checkpoint"
-    if row.footprint is None or plain.footprint is None:
-        return time
-    return f"{time} and {row.footprint.peak_bytes / plain.footprint.peak_bytes:.2f} of its peak"
-
-
-def _times(values: list[float]) -> str:
-    count = _span(values)
-    return "once" if count == "1" else f"{count} times"
-
-
-def _span(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def _figures(row: Row) -> tuple[str, ...]:
+    step_time = "-" if row.time_ratio is None else f"{row.time_ratio:.2f}"
+    peak, kept = ("-", "-") if row.footprint is None else _mebibytes(row.footprint)
+    return (f"{row.loss:.9g}", span(row.replays), step_time, peak, kept)
 
 
 def _mebibytes(footprint: Footprint) -> tuple[str, str]:
