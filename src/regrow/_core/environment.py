@@ -145,6 +145,8 @@ def _thread_state() -> ThreadState:
 
 def _entered(environment: Environment) -> ExitStack:
     stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(mode=False))
     if _thread_state() != environment.thread_state or environment.device_autocast_differs():
         _enter_autocast(stack, environment)
     mine = compat.swap_function_modes(0, environment.function_modes)

@@ -13,8 +13,8 @@ def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs; 130
-            after Ctrl-C, whenever it comes.
+        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs;
+            130 after Ctrl-C, whenever it comes.
     """
     try:
         status = import_module("regrow.cli.app").run(sys.argv[1:])

@@ -14,8 +14,7 @@ import typer
 from regrow import __version__
 from regrow.cli.demo import demo
 
-# What all faults of a command line derive from. It has no public name of its own: typer has it from click up to 0.25, and
-# brings its own since.
+# What all faults of a command line derive from. typer exports no name for it: older ones use click's, newer ones theirs.
 _Fault = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(
@@ -39,11 +38,11 @@ def run(arguments: Sequence[str]) -> int:
         return app(list(arguments), prog_name="regrow", standalone_mode=False) or 0
     except _Fault as fault:
         where = fault.ctx.command_path if fault.ctx else "regrow"
-        typer.echo(f"{where}: {_sentence(fault)}. See {where} --help.", err=True)
+        typer.echo(f"{where}: {_sentence(fault)} See {where} --help.", err=True)
         return fault.exit_code
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
+def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"regrow {__version__}")
         raise typer.Exit
@@ -62,10 +61,10 @@ def regrow(
         raise typer.Exit(2)
 
 
-app.command()(demo)
+app.command(short_help="Train a small GPT three ways, and compare.")(demo)
 
 
 def _sentence(fault: typer.BadParameter) -> str:
     parameter = getattr(fault, "param", None)
     text = fault.format_message() if parameter is None else f"{parameter.opts[0]}: {fault.message}"
-    return text.rstrip(".")
+    return text if text.endswith((".", "?")) else f"{text}."

@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 
 from regrow.cli.compare import FEWEST_TIMED_STEPS
-from regrow.cli.counts import counted
 from regrow.cli.memory import Footprint
 
 _WIDE = 80  # columns that a row for each variant takes
@@ -21,7 +20,7 @@ step time: {step_time}
 MiB: allocated since the start of a step, summed from the profiler's allocation events; peak: at most, kept: after all \
 forwards, before any backward."""
 _TIMED = "forward, backward and update, as a multiple of no checkpoint; the median of the ratios within each step."
-_UNTIMED = f"-, as {{n_steps}} are too few to tell; give --steps {FEWEST_TIMED_STEPS} or more."
+_UNTIMED = f"- for fewer than {FEWEST_TIMED_STEPS} steps, which do not tell."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 def caption(rows: Sequence[Row], n_steps: int) -> str:
     """What the words of the table mean, a line each."""
     timed = all(row.time_ratio is not None for row in rows)
-    step_time = _TIMED if timed else _UNTIMED.format(n_steps=counted(n_steps, "step"))
+    step_time = _TIMED if timed else _UNTIMED
     return _CAPTION.format(n_steps=n_steps, step_time=step_time)
 
 
