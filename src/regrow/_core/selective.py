@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from regrow._core import compat, devices, replaying
 from regrow._core.faults import CheckpointError
+from regrow._core.kept import Entry, Kept, leaves, map_leaves
 
 _KEEP = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 _RUN = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
@@ -27,110 +28,6 @@ _RUN = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOM
 _CAST: Any = torch.ops.aten._to_copy.default
 
 Policy = Callable[..., CheckpointPolicy | bool]
-
-
-class KeptTensor:
-    """One kept tensor: an alias with its version, or what the surrounding saved-tensor hooks made of it."""
-
-    __slots__ = ("_hooks", "_value", "_version")
-
-    def __init__(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> None:
-        self._hooks = hooks
-        self._set(compat.alias(tensor))
-
-    def _set(self, tensor: torch.Tensor) -> None:
-        self._version = compat.version_of(tensor)
-        self._value: Any = tensor if self._hooks is None else self._hooks[0](tensor)
-
-    def intact(self) -> bool:
-        """Whether the value is still what it was; what hooks packed is protected, or theirs to keep."""
-        return self._hooks is not None or compat.version_of(self._value) == self._version
-
-    def read(self) -> torch.Tensor:
-        """A fresh alias."""
-        return compat.alias(self._value if self._hooks is None else self._hooks[1](self._value))
-
-    def protect(self, storage: int) -> None:
-        """Copy the value if it lies in a storage that is about to be written."""
-        if self.intact():
-            value = self.read()
-            if compat.storage_key(value) == storage:
-                self._set(value.clone())
-
-
-class Entry:
-    """One operator of forward: what it was, and what was kept of it.
-
-    Attributes:
-        kept: its results with `KeptTensor` for tensors; None if it runs again.
-        drawn: the generator state it left behind, if it is kept and draws random numbers.
-        parameter: the argument of a cast that autocast may remember.
-    """
-
-    __slots__ = ("drawn", "func", "kept", "parameter")
-
-    def __init__(self, func: Any, parameter: ref[torch.Tensor] | None) -> None:
-        self.func = func
-        self.kept: Any = None
-        self.drawn: tuple[torch.device, torch.Tensor] | None = None
-        self.parameter = parameter
-
-
-class Kept:
-    """What one call keeps. Belongs to its frame: filled in forward, read by every replay.
-
-    Attributes:
-        entries: forward's operators in order; None once forgotten.
-        hooks: saved-tensor hooks of the user around the call, which kept tensors pass through.
-
-    Memory: holds the kept results until the frame's graph dies or its session is cleared.
-    """
-
-    __slots__ = ("_in_storage", "complete", "entries", "hooks", "label", "preserve_rng")
-
-    def __init__(
-        self, label: str = "selective checkpointing", hooks: compat.Hooks | None = None, *, preserve_rng: bool = True
-    ) -> None:
-        self.label = label
-        self.hooks = hooks
-        self.preserve_rng = preserve_rng
-        self.complete = False
-        self.entries: list[Entry] | None = []
-        self._in_storage: dict[int, list[KeptTensor]] = {}
-
-    def forget(self) -> None:
-        """Let go of everything; later replays run every operator."""
-        self.entries = None
-        self._in_storage = {}
-
-    def keep(self, tensor: torch.Tensor) -> KeptTensor:
-        """Keep one tensor."""
-        kept = KeptTensor(tensor, self.hooks)
-        self._note(tensor, kept)
-        return kept
-
-    def serve(self, kept: KeptTensor) -> torch.Tensor:
-        """Give a kept tensor to a replay, which may overwrite it."""
-        tensor = kept.read()
-        self._note(tensor, kept)
-        return tensor
-
-    def protect(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Copy kept values that an operator is about to overwrite."""
-        if not self._in_storage or not func._schema.is_mutable:
-            return
-        for tensor in _written(func, args, kwargs):
-            storage = compat.storage_key(tensor)
-            if storage is not None:
-                for kept in self._in_storage.pop(storage, ()):
-                    kept.protect(storage)
-
-    def _note(self, tensor: torch.Tensor, kept: KeptTensor) -> None:
-        storage = compat.storage_key(tensor)
-        if storage is not None:
-            there = self._in_storage.setdefault(storage, [])
-            if kept not in there:
-                there.append(kept)
 
 
 class Keep(TorchDispatchMode):
@@ -167,12 +64,12 @@ class Keep(TorchDispatchMode):
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         entries = self._kept.entries
-        if entries is None or not _leaves(out):
+        if entries is None or not leaves(out):
             return out
         entry = Entry(func, _parameter(func, args))
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         if _keeps(self.policy(context, func, *args, **kwargs), func):
-            entry.kept = _map(out, self._kept.keep)
+            entry.kept = map_leaves(out, self._kept.keep)
             entry.drawn = _generator_after(func, out, kwargs)
         entries.append(entry)
         return out
@@ -214,11 +111,11 @@ class Recall(TorchDispatchMode):
             self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)
         entry = self._find(func, args) if self._entries is not None else None
-        if entry is None or entry.kept is None or not all(kept.intact() for kept in _leaves(entry.kept)):
+        if entry is None or entry.kept is None or not all(kept.intact() for kept in leaves(entry.kept)):
             return func(*args, **kwargs)
         if entry.drawn is not None and self._kept.preserve_rng:
             devices.set_rng_state(*entry.drawn)
-        return _map(entry.kept, self._kept.serve)
+        return map_leaves(entry.kept, self._kept.serve)
 
     def _find(self, func: Any, args: Sequence[Any]) -> Entry | None:
         entries = self._entries or []
@@ -325,13 +222,6 @@ def _tensorless(func: Any) -> bool:
     return schema is not None and not any("Tensor" in str(value.type) for value in schema.returns)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    named = list(zip(func._schema.arguments, args, strict=False))
-    named += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    return [tensor for value in written for tensor in _leaves(value)]
-
-
 def _parameter(func: Any, args: Sequence[Any]) -> ref[torch.Tensor] | None:
     if func is _CAST and args and isinstance(args[0], torch.Tensor) and args[0].is_leaf and args[0].requires_grad:
         return ref(args[0])
@@ -347,22 +237,6 @@ def _same_parameter(forward: ref[torch.Tensor] | None, replay: ref[torch.Tensor]
 def _generator_after(func: Any, out: Any, kwargs: dict[str, Any]) -> tuple[torch.device, torch.Tensor] | None:
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
         return None
-    device = _leaves(out)[0].device
+    device = leaves(out)[0].device
     state = devices.rng_state(device)
     return None if state is None else (device, state)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, (torch.Tensor, KeptTensor)):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return []
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (torch.Tensor, KeptTensor)):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(item, change) for item in value)
-    return value

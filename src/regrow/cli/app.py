@@ -14,7 +14,7 @@ import typer
 from regrow import __version__
 from regrow.cli.demo import demo
 
-# What all faults of a command line derive from. typer exports no name for it: older ones use click's, newer ones theirs.
+# What all faults of a command line derive from. typer exports no name for it: older ones use click's, newer their own.
 _Fault = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(

@@ -13,9 +13,10 @@ from regrow._core import collect, compat, replaying, session, trees
 from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError, NestedFrameError
 from regrow._core.inputs import Inputs
+from regrow._core.kept import Kept
 from regrow._core.lifecycle import Replay
 from regrow._core.reach import reach
-from regrow._core.selective import Keep, Kept, Recall, create_selective_checkpoint_contexts
+from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
 from regrow._core.state import State
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.oplog import OperatorLog

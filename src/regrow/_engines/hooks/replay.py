@@ -17,8 +17,8 @@ from regrow._core import compat, replaying
 from regrow._core.environment import Environment
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
+from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
-from regrow._core.selective import Kept
 from regrow._core.session import Session
 from regrow._core.state import State as ReachedState
 from regrow._engines.hooks import mismatch, slots

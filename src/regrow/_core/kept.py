@@ -1,0 +1,144 @@
+"""Kept: the results that a selective policy keeps, each as it was when it was kept. Must never run an operator.
+
+A kept tensor may be overwritten later, in forward, in a replay that was given it, or by the user. Where the write is
+seen coming, the value is copied first; where it is not, the version tells, and the operator runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+
+from regrow._core import compat
+
+
+class KeptTensor:
+    """One kept tensor: an alias with its version, or what the surrounding saved-tensor hooks made of it."""
+
+    __slots__ = ("_hooks", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> None:
+        self._hooks = hooks
+        self._set(compat.alias(tensor))
+
+    def _set(self, tensor: torch.Tensor) -> None:
+        self._version = compat.version_of(tensor)
+        self._value: Any = tensor if self._hooks is None else self._hooks[0](tensor)
+
+    def intact(self) -> bool:
+        """Whether the value is still what it was; what hooks packed is protected, or theirs to keep."""
+        return self._hooks is not None or compat.version_of(self._value) == self._version
+
+    def read(self) -> torch.Tensor:
+        """A fresh alias."""
+        return compat.alias(self._value if self._hooks is None else self._hooks[1](self._value))
+
+    def protect(self, storage: int) -> None:
+        """Copy the value if it lies in a storage that is about to be written."""
+        if self.intact():
+            value = self.read()
+            if compat.storage_key(value) == storage:
+                self._set(value.clone())
+
+
+class Entry:
+    """One operator of forward: what it was, and what was kept of it.
+
+    Attributes:
+        kept: its results with `KeptTensor` for tensors; None if it runs again.
+        drawn: the generator state it left behind, if it is kept and draws random numbers.
+        parameter: the argument of a cast that autocast may remember.
+    """
+
+    __slots__ = ("drawn", "func", "kept", "parameter")
+
+    def __init__(self, func: Any, parameter: ref[torch.Tensor] | None) -> None:
+        self.func = func
+        self.kept: Any = None
+        self.drawn: tuple[torch.device, torch.Tensor] | None = None
+        self.parameter = parameter
+
+
+class Kept:
+    """What one call keeps. Belongs to its frame: filled in forward, read by every replay.
+
+    Attributes:
+        entries: forward's operators in order; None once forgotten.
+        hooks: saved-tensor hooks of the user around the call, which kept tensors pass through.
+
+    Memory: holds the kept results until the frame's graph dies or its session is cleared.
+    """
+
+    __slots__ = ("_in_storage", "complete", "entries", "hooks", "label", "preserve_rng")
+
+    def __init__(
+        self, label: str = "selective checkpointing", hooks: compat.Hooks | None = None, *, preserve_rng: bool = True
+    ) -> None:
+        self.label = label
+        self.hooks = hooks
+        self.preserve_rng = preserve_rng
+        self.complete = False
+        self.entries: list[Entry] | None = []
+        self._in_storage: dict[int, list[KeptTensor]] = {}
+
+    def forget(self) -> None:
+        """Let go of everything; later replays run every operator."""
+        self.entries = None
+        self._in_storage = {}
+
+    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Keep one tensor."""
+        kept = KeptTensor(tensor, self.hooks)
+        self._note(tensor, kept)
+        return kept
+
+    def serve(self, kept: KeptTensor) -> torch.Tensor:
+        """Give a kept tensor to a replay, which may overwrite it."""
+        tensor = kept.read()
+        self._note(tensor, kept)
+        return tensor
+
+    def protect(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Copy kept values that an operator is about to overwrite."""
+        if not self._in_storage or not func._schema.is_mutable:
+            return
+        for tensor in _written(func, args, kwargs):
+            storage = compat.storage_key(tensor)
+            if storage is not None:
+                for kept in self._in_storage.pop(storage, ()):
+                    kept.protect(storage)
+
+    def _note(self, tensor: torch.Tensor, kept: KeptTensor) -> None:
+        storage = compat.storage_key(tensor)
+        if storage is not None:
+            there = self._in_storage.setdefault(storage, [])
+            if kept not in there:
+                there.append(kept)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors, kept or not, in what an operator returned."""
+    if isinstance(value, (torch.Tensor, KeptTensor)):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return []
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What an operator returned, with each tensor changed."""
+    if isinstance(value, (torch.Tensor, KeptTensor)):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_leaves(item, change) for item in value)
+    return value
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    named = list(zip(func._schema.arguments, args, strict=False))
+    named += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [tensor for value in written for tensor in leaves(value)]
