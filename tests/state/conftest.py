@@ -7,7 +7,6 @@ thread under test. What the program returns must be equal bit for bit, so it ret
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import regrow
 from regrow import clear_recompute_session, recompute_handle, recompute_handle_collector_ctx, recompute_session_ctx
-from tests.conftest import SEED, Engine, assert_same
+from tests.conftest import SEED, Engine, assert_same, plain, run_on_pool_thread, run_on_thread
 
 SESSION = "state"
 Where = Callable[[Callable[[], Any]], Any]
@@ -61,8 +60,7 @@ class ToTheEnd(Run):
     """Every replay runs the function to its end."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with regrow_early_stop_off(self.options) as options:
-            return self.checkpoint(function, *args, **options, **kwargs)
+        return self.checkpoint(function, *args, **{**self.options, "early_stop": False}, **kwargs)
 
 
 class FailsFirst(ToTheEnd):
@@ -131,12 +129,19 @@ class Prefired(Run):
         clear_recompute_session(SESSION)
 
 
-WAYS = [Checkpointed, ToTheEnd, FailsFirst, Nested, Lazy, Prefired]
-
-
-def regrow_early_stop_off(options: dict[str, Any]) -> Any:
-    """The options of a call that is replayed to its end."""
-    return nullcontext({**options, "early_stop": False})
+# Every way on a foreign thread or on both; a thread of the pool costs sixty backwards to come by.
+PAIRS: dict[str, tuple[type[Run], Where]] = {
+    "caller": (Checkpointed, plain),
+    "bare thread": (Checkpointed, run_on_thread),
+    "pool thread": (Checkpointed, run_on_pool_thread),
+    "to the end": (ToTheEnd, plain),
+    "fails first": (FailsFirst, plain),
+    "fails first, bare thread": (FailsFirst, run_on_thread),
+    "nested, bare thread": (Nested, run_on_thread),
+    "lazy session, bare thread": (Lazy, run_on_thread),
+    "prefired": (Prefired, plain),
+    "prefired, bare thread": (Prefired, run_on_thread),
+}
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -159,21 +164,16 @@ def surroundings() -> tuple[Any, ...]:
     )
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def way(request: pytest.FixtureRequest) -> type[Run]:
-    """How a replay comes about."""
-    return request.param
-
-
-@pytest.fixture
-def same_in_any_way(engine: Engine, way: type[Run], anywhere: Where) -> Callable[..., Any]:
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS)
+def same_in_any_way(engine: Engine, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Run a program plainly and in one way on one kind of thread; what it returns is equal bit for bit."""
+    way, where = request.param
 
     def compare(program: Callable[[Run], Any], **options: Any) -> Any:
         torch.manual_seed(SEED)
-        want = program(Run(engine, anywhere, options))
+        want = program(Run(engine, where, options))
         torch.manual_seed(SEED)
-        got = program(way(engine, anywhere, options))
+        got = program(way(engine, where, options))
         assert_same(got, want)
         return got
 
