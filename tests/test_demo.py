@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from rich.console import Console
+from torch.distributed.pipelining import _backward
 
+import regrow
+from regrow import cli
 from regrow._core import session
 from regrow._core.replaying import is_recomputing
 from regrow.call import checkpoint
-from regrow.cli import compare, corpus, demo, memory, training
-from regrow.cli.app import app
+from regrow.cli import _compat, app, compare, corpus, experiment, memory, training
 from regrow.cli.compare import VARIANTS, Settings, Variant
 from regrow.cli.gpt import GPT, Block, Shape
+from regrow.cli.meaning import meaning
+from regrow.cli.memory import Footprint
+from regrow.cli.progress import progress
+from regrow.cli.report import Row, caption, table
 
 CPU = torch.device("cpu")
 TINY = Shape(n_blocks=2, width=32, n_heads=4, length=16)
 SMALL = ("--steps", "1", "--blocks", "1", "--micro-batches", "2", "--device", "cpu")
 
 
+def typed(*arguments):
+    """What one gets who types this after `regrow`, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = app.run(arguments)
+    return SimpleNamespace(exit_code=status, stdout=out.getvalue(), stderr=err.getvalue())
+
+
 def run(*arguments):
-    """The command, in this process; a later --corpus counts."""
-    return CliRunner().invoke(app, ["demo", "--corpus", __file__, *map(str, arguments)])
+    """The demo; a later --corpus counts."""
+    return typed("demo", "--corpus", __file__, *map(str, arguments))
 
 
 @cache
@@ -45,10 +62,25 @@ def cells(output):
     return {name: figures for name, *figures in rows}
 
 
-def in_a_fresh_process(program):
-    return subprocess.run(
-        [sys.executable, "-c", program, "demo", *SMALL], capture_output=True, text=True, timeout=120, check=False
-    )
+def in_a_fresh_process(program, *arguments):
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+MAIN = "from regrow.cli import main; main()"
+
+
+def rows(*, times=(1.0, 3.5, 1.3), peaks=(100, 80, 40)):
+    """Figures of the three variants."""
+    names, replays = ("no checkpoint", "torch", "regrow"), ([0], [7], [1])
+    figures = zip(names, replays, times, peaks, strict=True)
+    return [Row(name, 2.68385649, n, time, Footprint(peak << 20, peak << 18)) for name, n, time, peak in figures]
+
+
+def shown(renderable, width):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    console.print(renderable)
+    return console.file.getvalue()
 
 
 def trained(run_block, steps=2):
@@ -73,10 +105,12 @@ def with_wrong_gradients(factor):
 def test_the_command_shows_one_replay_where_torch_needs_seven():
     """Rule 9: in each micro-batch prefire, dx and dw of a block share one replay; losses are those of no checkpoint."""
     result = run(*SMALL)
-    assert result.exit_code == 0, result.output
-    rows = cells(result.stdout)
-    assert {name: row[1] for name, row in rows.items()} == {"no checkpoint": "0", "torch": "7", "regrow": "1"}
-    assert len({row[0] for row in rows.values()}) == 1
+    assert result.exit_code == 0, result.stderr
+    figures = cells(result.stdout)
+    assert {name: row[1] for name, row in figures.items()} == {"no checkpoint": "0", "torch": "7", "regrow": "1"}
+    assert len({row[0] for row in figures.values()}) == 1
+    assert {row[2] for row in figures.values()} == {"-"}  # one step is no median
+    assert "A GPT of 1 block, width 256, on cpu: 1 step of 2 micro-batches." in result.stdout
     assert "once for both" in " ".join(result.stdout.split())
     assert not result.stderr
 
@@ -182,7 +216,7 @@ def test_gradients_that_disagree_are_exit_status_1(monkeypatch):
 def test_losses_that_disagree_are_named(capsys):
     """Rule 1: the message says how many differ, and the first."""
     settings, text = tiny(steps=3)
-    assert demo.execute(settings, text, with_wrong_gradients(-1)) == 1
+    assert experiment.execute(settings, text, with_wrong_gradients(-1)) == 1
     assert "regrow differs from no checkpoint in 2 of 3 losses, first in step 2: " in capsys.readouterr().err
 
 
@@ -209,11 +243,14 @@ def test_a_terminal_gets_a_progress_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
     settings, text = tiny()
-    assert demo.execute(settings, text, VARIANTS) == 0
-    shown = sys.stdout.getvalue()
-    assert "━" in shown
-    assert "2/2" in shown
-    assert "step 1 of 2" not in shown
+    assert experiment.execute(settings, text, VARIANTS) == 0
+    seen = sys.stdout.getvalue()
+    assert "━" in seen
+    assert "2/2" in seen
+    assert "elapsed" in seen
+    assert "left" in seen
+    assert "nan" not in seen
+    assert "step 1 of 2" not in seen
 
 
 def test_every_bad_option_is_named_in_a_line_of_its_own(tmp_path):
@@ -241,15 +278,26 @@ def test_a_short_corpus_says_how_much_it_takes(tmp_path):
     assert result.exit_code == 2
     assert "holds 128 bytes of text, one piece needs 129. Name a longer text." in result.stderr
     (tmp_path / "short.txt").write_bytes(b"x" * 129)
-    assert run(*SMALL, "--corpus", tmp_path / "short.txt").exit_code == 0
+    assert len(corpus.load(tmp_path / "short.txt", length=128).text) == 129
+
+
+def test_a_corpus_without_text_says_what_was_skipped(tmp_path):
+    """Rule 19: binary files do not count, and the message says so."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"\0" * 999)
+    with pytest.raises(ValueError, match=r"0 bytes of text \(2 files with NUL bytes skipped, which are not text\)"):
+        corpus.load(tmp_path, length=128)
 
 
 def test_the_device_is_one_that_is_there():
     """Rule 19: the CPU always is; what is not is refused with what may be given."""
-    assert demo.find_device("cpu") == CPU
-    assert demo.find_device(None).type in {"cpu", *(d.type for d in [torch.accelerator.current_accelerator()] if d)}
+    assert experiment.find_device("cpu") == CPU
+    assert experiment.find_device(None).type in {
+        "cpu",
+        *(d.type for d in [torch.accelerator.current_accelerator()] if d),
+    }
     with pytest.raises(ValueError, match=r"--device: meta is not on this machine\. Give cpu"):
-        demo.find_device("meta")
+        experiment.find_device("meta")
 
 
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
@@ -307,28 +355,130 @@ def test_a_block_has_twelve_parameters_in_six_groups():
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_line_says_so(missing):
     """Rule 20: the package works without typer and rich; the command line says in one sentence what to install."""
-    result = in_a_fresh_process(f"import sys; sys.modules[{missing!r}] = None; from regrow.cli import main; main()")
+    result = in_a_fresh_process(f"import sys; sys.modules[{missing!r}] = None; {MAIN}", "demo", *SMALL)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"regrow: the command line needs {missing}")
     assert line.endswith("pip install 'regrow[cli]'")
 
 
-def test_a_missing_private_name_is_named():
+def test_a_missing_private_name_is_named(monkeypatch):
     """Rule 23: private torch names live in a compat module, and a missing one is named in a sentence."""
-    result = in_a_fresh_process(
-        "from torch.distributed.pipelining import _backward; del _backward.stage_backward_weight; "
-        "from regrow.cli import main; main()"
-    )
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    monkeypatch.delattr(_backward, "stage_backward_weight")
+    with pytest.raises(ImportError) as raised:
+        importlib.reload(_compat)
+    line = cli._explained(raised.value)
     assert "stage_backward_weight" in line
     assert torch.__version__ in line
 
 
 def test_a_fresh_process_runs_the_command_quietly():
     """Rule 9: as installed: the table on stdout, and nothing on stderr, from libraries neither."""
-    result = in_a_fresh_process("from regrow.cli import main; main()")
+    result = in_a_fresh_process(
+        "from runpy import run_module; run_module('regrow', run_name='__main__')", "demo", *SMALL
+    )
     assert result.returncode == 0, result.stderr
     assert cells(result.stdout)["regrow"][1] == "1"
     assert result.stderr == ""
+
+
+def test_help_and_version_do_not_import_torch():
+    """Rule 20: who asks for help does not wait for a framework."""
+    for arguments in (("--help",), ("demo", "--help"), ("--version",)):
+        program = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {MAIN}"
+        result = in_a_fresh_process(program, *arguments)
+        assert result.returncode == 0, result.stderr
+        text, imported = result.stdout.rsplit("\n", 2)[:2]
+        assert imported == "False"
+        assert text
+    assert text == f"regrow {regrow.__version__}"
+
+
+@pytest.mark.parametrize("module", ["regrow.cli.app", "torch"])
+def test_ctrl_c_while_modules_load_is_quiet(module):
+    """A program that Ctrl-C ended has status 130 and nothing to say."""
+    program = f"""
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+{MAIN}"""
+    result = in_a_fresh_process(program, "demo", *SMALL)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (("demo", "--steps", "x"), "regrow demo: --steps: "),
+        (("demo", "--stops", "3"), "regrow demo: No such option: --stops"),
+        (("demos",), "regrow: No such command 'demos'."),
+    ],
+)
+def test_a_mistyped_command_gets_one_plain_line(arguments, start):
+    """Rule 19: the same style, whoever finds the fault."""
+    result = typed(*arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(start)
+    assert line.endswith(f" See {start.partition(':')[0]} --help.")
+
+
+def test_no_command_is_answered_with_help():
+    """Status 2: nothing was done."""
+    result = typed()
+    assert result.exit_code == 2
+    assert "Train a small GPT three ways, and compare." in result.stderr
+
+
+@pytest.mark.parametrize("width", [50, 60, 79, 80, 120])
+def test_every_number_stays_whole(width):
+    """The numbers are the point."""
+    text = shown(table(rows(), width), width)
+    assert text.count("2.68385649") == 3
+    assert "…" not in text
+    for number in ("100.0", "80.0", "40.0", "25.0", "3.50", "1.30"):
+        assert number in text
+
+
+def test_too_few_steps_are_not_timed():
+    """A median of cold starts says nothing, and the caption says so."""
+    short = rows(times=(None, None, None))
+    assert "step time: - for fewer than 5 steps" in caption(short, 1)
+    assert "median" in caption(rows(), 5)
+    assert "too short to compare step times" in meaning(*short)
+
+
+def test_the_closing_words_follow_the_numbers():
+    """What is no gain is not told as one."""
+    good = meaning(*rows())
+    assert "a step takes 1.30 times as long as with no checkpoint and its peak is 60% below that" in good
+    assert "not" not in good.replace("no checkpoint", "")
+    bad = meaning(*rows(times=(1.0, 1.1, 1.2), peaks=(100, 110, 120)))
+    assert "its peak is 20% above that of no checkpoint" in bad
+    assert "At this size regrow does not lower the peak" in bad
+    assert "Its peak is not below that of torch's checkpoint." in bad
+    assert "Its step is not faster than that of torch's checkpoint." in bad
+
+
+def test_a_warm_up_leaves_no_trace():
+    """Rule 1: what is warmed up is a copy, so losses, replays and times are those of the steps alone."""
+    settings, text = tiny()
+    cold, warm = (compare.enroll(settings, VARIANTS) for _ in range(2))
+    compare.warm_up(warm, settings, text)
+    assert list(compare.train(warm, settings, text)) == list(compare.train(cold, settings, text))
+    assert [trainee.model.replays() for trainee in warm] == [trainee.model.replays() for trainee in cold]
+    assert [len(trainee.step_s) for trainee in warm] == [2, 2, 2]
+
+
+def test_a_bar_fits_a_narrow_terminal(monkeypatch):
+    """One line, without a loss before there is one."""
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    assert list(progress(console, iter([3.25, 3.0]), 2)) == [3.25, 3.0]
+    seen = console.file.getvalue()
+    assert "loss" not in seen.partition("2")[0]
+    assert "loss 3.000" in seen
+    assert "left" in seen

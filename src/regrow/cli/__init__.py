@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+
+from regrow.cli.loading import INTERRUPTED, load
 
 _EXTRA = ("rich", "typer")
-_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def main() -> None:
@@ -17,12 +17,12 @@ def main() -> None:
             130 after Ctrl-C, whenever it comes.
     """
     try:
-        status = import_module("regrow.cli.app").run(sys.argv[1:])
+        status = load("regrow.cli.app").run(sys.argv[1:])
     except ImportError as error:
         sys.stderr.write(f"regrow: {_explained(error)}\n")
         status = 2
-    except KeyboardInterrupt:  # while a module is imported; typer sees to it from there
-        status = _INTERRUPTED
+    except KeyboardInterrupt:  # between an import and typer, which sees to it from there
+        status = INTERRUPTED
     raise SystemExit(status)
 
 

@@ -5,12 +5,12 @@ Exit status: 0 all variants trained alike, 1 they did not, 2 an option cannot be
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from regrow.cli.loading import load
 from regrow.cli.options import Options
 
 
@@ -36,4 +36,4 @@ def demo(
     One table shows loss, replays, step time and memory. Exit status 1 says that losses or gradients differ.
     """
     options = Options(steps, blocks, micro_batches, corpus, device, seed)
-    raise typer.Exit(import_module("regrow.cli.experiment").run(options))
+    raise typer.Exit(load("regrow.cli.experiment").run(options))
