@@ -67,25 +67,21 @@ def captured() -> tuple[tuple[Restore, Any], ...]:
 
 def set_flags(wanted: Flags) -> None:
     """Make the process's flags what they were."""
-    dtype, deterministic, precision, *attention = wanted
+    dtype, deterministic, warn_only, precision, *attention = wanted
     now = compat.process_flags()
     if now[0] != dtype:
         torch.set_default_dtype(dtype)
-    if now[1] != deterministic:
-        torch.use_deterministic_algorithms(
-            deterministic, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
-        )
-    if now[2] != precision:
+    if now[1:3] != (deterministic, warn_only):
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if now[3] != precision and precision is not None:
         torch.set_float32_matmul_precision(precision)
-    if list(now[3:]) != attention:
+    if list(now[4:]) != attention:
         compat.set_attention_backends(tuple(attention))
 
 
 def enter(stack: ExitStack, wanted: Flags, states: tuple[tuple[Restore, Any], ...]) -> None:
-    """Put flags and registered states in force until the stack is closed."""
-    now = compat.process_flags()
-    if now != wanted:
+    """Put flags and registered states in force; the states are left when the stack is closed."""
+    if compat.process_flags() != wanted:
         set_flags(wanted)
-        stack.callback(set_flags, now)
     for restore, state in states:
         stack.enter_context(restore(state))

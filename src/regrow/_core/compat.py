@@ -136,7 +136,17 @@ _flash, _efficient, _math, _cudnn, _other = _attention_getters
 _deterministic: Callable[[], bool] = _private(
     "torch._C", "_get_deterministic_algorithms", "replays use forward's flags"
 )
+_warn_only: Callable[[], bool] = _private(
+    "torch._C", "_get_deterministic_algorithms_warn_only", "replays use forward's flags"
+)
 _precision: Callable[[], str] = _private("torch._C", "_get_float32_matmul_precision", "replays use forward's flags")
+
+
+def _precision_or_none() -> str | None:
+    try:
+        return _precision()
+    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older getter cannot express
+        return None
 
 
 def process_flags() -> tuple[Any, ...]:
@@ -144,7 +154,8 @@ def process_flags() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         _deterministic(),
-        _precision(),
+        _warn_only(),
+        _precision_or_none(),
         _flash(),
         _efficient(),
         _math(),

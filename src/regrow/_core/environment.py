@@ -80,7 +80,6 @@ class Environment:
             or compat.function_mode_count() > 0
             or self.function_modes != ()
             or self.registered != ()
-            or compat.process_flags() != self.flags
             or self.device_autocast_differs()
         )
 
@@ -97,7 +96,7 @@ class Environment:
 class Restored:
     """The context of `Environment.restored`: one use."""
 
-    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_stack", "_was_grad")
+    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_flags", "_stack", "_was_grad")
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -105,11 +104,12 @@ class Restored:
     def __enter__(self) -> None:
         environment = self._environment
         self._was_grad = torch.is_grad_enabled()
+        self._flags = compat.process_flags()
         self._stack: ExitStack | None = None
         self._cpu_rng: torch.Tensor | None = None
         self._device_rng: DeviceStates = ()
         try:
-            if environment.differs_here():
+            if self._flags != environment.flags or environment.differs_here():
                 self._stack = _entered(environment)
             compat.set_grad_enabled(True)
             if environment.cpu_rng is not None:
@@ -130,6 +130,10 @@ class Restored:
         if self._stack is not None:
             self._stack.close()
         compat.set_grad_enabled(self._was_grad)
+        if (
+            compat.process_flags() != self._flags
+        ):  # set for the replay, or by a function that stopped before it reset them
+            ambient.set_flags(self._flags)
         if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
             _set_device_states(self._device_rng)
 

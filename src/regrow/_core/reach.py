@@ -1,9 +1,9 @@
 """Reach: modules, tensors and generators that a function can see without being given them. Must never look further.
 
-Looked at: the function itself, what it is bound to, what a partial holds, its closure, the globals it names, and
-modules among its arguments; functions into the functions they close over, and lists, tuples and dicts one level deep
-for modules and generators. Not looked at: attributes of objects that are no modules, tensors in containers (a function
-that closes over a list rarely uses all of it), and what called functions see.
+Looked at: the function itself, what it is bound to, what a partial holds, its closure, its defaults, the globals it
+names, and modules and generators among its arguments; functions into the functions they close over, and lists, tuples
+and dicts one level deep for modules and generators. Not looked at: attributes of objects that are no modules, tensors in
+containers (a function that closes over a list rarely uses all of it), and what called functions see.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reach:
 
     __slots__ = ("function", "generators", "modules", "names", "opaque", "tensors")
 
-    def __init__(self, function: Any, opaque: list[Any]) -> None:
+    def __init__(self, function: Any, opaque: tuple[Any, ...]) -> None:
         self.function = function
         self.opaque = opaque
         self.names: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Reach:
         return [name for name, value in self.names.items() if now.get(name) != value and name not in own]
 
 
-def reach(function: Any, opaque: list[Any]) -> Reach | None:
+def reach(function: Any, opaque: tuple[Any, ...]) -> Reach | None:
     """What a function reaches, and what lies among its arguments that are no tensors; None if that is nothing."""
     seen = _seen_by(function)
     if opaque:
@@ -116,6 +116,9 @@ def _seen_by_code(function: FunctionType) -> list[tuple[str, Any]]:
                 continue
             if type(value) not in _BORING:
                 seen.append((name, value))
+    if function.__defaults__ or function.__kwdefaults__:
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        seen += [("a default", value) for value in defaults if type(value) not in _BORING]
     namespace = function.__globals__
     for name in _globals_of(code):
         value = namespace.get(name)

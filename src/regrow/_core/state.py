@@ -16,12 +16,23 @@ import torch
 from torch import nn
 
 from regrow._core import compat
+from regrow._core.copies import copies
 from regrow._core.faults import StateChangedError
 from regrow._core.reach import Reach
 
 # Up to this size a buffer is copied in every forward and put in place in every replay, changed or not: kernels such as
 # batch normalisation write buffers without moving their version. Larger ones are kept only if a forward changes them.
 SMALL_BYTES = 64 * 1024
+
+_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 _training = attrgetter("training")
 
@@ -35,21 +46,24 @@ class Buffer:
     Attributes:
         tensor: the module's own tensor, and its version, first before forward, then after it.
         start: a copy from before forward; None if none was taken, or none is needed.
-        is_small: whether a replay begins with the copy without asking.
+        always: whether a replay begins with the copy without asking.
         changed: whether forward changed it.
     """
 
-    __slots__ = ("changed", "is_small", "module", "name", "start", "tensor", "version")
+    __slots__ = ("always", "changed", "module", "name", "start", "tensor", "version")
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module = module
         self.name = name
         self.tensor = tensor
         self.version = compat.version_of(tensor)
-        self.is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
+        self.always = tensor.numel() * tensor.element_size() <= SMALL_BYTES or isinstance(module, _NORMS)
         self.changed = False
-        kept = self.is_small or _changes.get(module, {}).get((name, module.training), True)
-        self.start: torch.Tensor | None = tensor.detach().clone() if kept else None
+        self.start: torch.Tensor | None = None
+
+    def is_kept(self) -> bool:
+        """Whether to copy it before forward."""
+        return self.always or _changes.get(self.module, {}).get((self.name, self.module.training), True)
 
     def after_forward(self) -> None:
         """Note whether forward changed it; a large one that it left alone is not kept, now and from now on."""
@@ -58,14 +72,14 @@ class Buffer:
         if now is not None:
             self.tensor = now
             self.version = compat.version_of(now)
-        if not self.is_small:
+        if not self.always:
             _changes.setdefault(self.module, {})[self.name, self.module.training] = self.changed
             if not self.changed:
                 self.start = None
 
     def needs_start(self) -> bool:
         """Whether a replay must begin with the copy from before forward."""
-        return self.is_small or self.changed or self.moved()
+        return self.always or self.changed or self.moved()
 
     def moved(self) -> bool:
         """Whether the module has another tensor there, or the tensor another version, than last noted."""
@@ -79,24 +93,36 @@ class State:
     Memory: holds copies of small buffers, and of large ones that forward changes, until the graph of the call dies.
     """
 
-    __slots__ = ("_buffers", "_fixed", "_generators", "_modes", "_modules", "_reached", "_versions")
+    __slots__ = (
+        "_buffers",
+        "_fixed",
+        "_generators",
+        "_modes",
+        "_modules",
+        "_names",
+        "_parameters",
+        "_reached",
+        "_versions",
+    )
 
     def __init__(self, reached: Reach) -> None:
         # A function may reach a whole model: lists and one pass each, and no names before one is needed.
         self._reached = reached
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
+        # Which buffers there were, a None among them; forward may fill it, add some, or take some away.
+        self._names = {module: dict(module._buffers) for module in self._modules if module._buffers}
         self._buffers = [
-            Buffer(module, name, buffer)
-            for module in self._modules
-            if module._buffers
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            Buffer(module, name, tensor)
+            for module, there in self._names.items()
+            for name, tensor in there.items()
+            if tensor is not None
         ]
-        self._fixed: list[torch.Tensor] = [tensor for _, tensor in reached.tensors.values()]
-        for module in self._modules:
-            if module._parameters:
-                self._fixed += [parameter for parameter in module._parameters.values() if parameter is not None]
+        kept = [buffer for buffer in self._buffers if buffer.is_kept()]
+        for buffer, copy in zip(kept, copies([buffer.tensor for buffer in kept]) if kept else (), strict=True):
+            buffer.start = copy
+        self._parameters = _parameters(self._modules)
+        self._fixed = [*(tensor for _, tensor in reached.tensors.values()), *self._parameters]
         self._versions = compat.versions_of(self._fixed)
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
 
@@ -123,26 +149,37 @@ class State:
         rebound = self._reached.rebound() if complete else []
         if lost or rebound:
             raise StateChangedError(label, self._names_of(lost), rebound)
-        begun = Begun()
-        for buffer in stale:
-            assert buffer.start is not None
-            begun.buffers.append((buffer.module, buffer.name, buffer.module._buffers.get(buffer.name)))
-            buffer.module._buffers[buffer.name] = buffer.start.clone()
-        if list(map(_training, self._modules)) != self._modes:
-            begun.modes = [(module, module.training) for module in self._modules]
+        begun = Begun(self._modules, [(generator, generator.get_state()) for generator, _ in self._generators])
+        self._place_buffers(stale, begun)
+        if begun.modes != self._modes:
             for module, training in zip(self._modules, self._modes, strict=True):
                 module.training = training
         for generator, state in self._generators:
-            begun.generators.append((generator, generator.get_state()))
             generator.set_state(state)
         return begun
 
+    def _place_buffers(self, stale: list[Buffer], begun: Begun) -> None:
+        starts = [buffer.start for buffer in stale if buffer.start is not None]
+        placed = copies(starts) if starts else []
+        for module in self._modules:
+            if module._buffers or module in self._names:
+                begun.buffers.append((module, dict(module._buffers)))
+                module._buffers.clear()
+                module._buffers.update(self._names.get(module, {}))
+        for buffer, tensor in zip(stale, placed, strict=True):
+            buffer.module._buffers[buffer.name] = tensor
+
     def _lost(self) -> list[torch.Tensor]:
         now = compat.versions_of(self._fixed)
-        if now == self._versions:
-            return []
-        moved = [self._fixed[index] for index in range(len(now)) if now[index] != self._versions[index]]
-        node = compat.current_node()
+        moved = []
+        if now != self._versions:
+            moved = [self._fixed[index] for index in range(len(now)) if now[index] != self._versions[index]]
+        here = _parameters(self._modules)
+        if list(map(id, here)) != list(map(id, self._parameters)):
+            there = set(map(id, here))
+            # Sharded parameters are swapped for whole ones and back by whoever shards them.
+            moved += [p for p in self._parameters if id(p) not in there and type(p) is nn.Parameter]
+        node = compat.current_node() if moved else None
         if node is None:
             return moved
         # A function may reach a whole model and use one block of it; what an optimiser that steps in the middle of
@@ -161,21 +198,32 @@ class State:
 class Begun:
     """What a replay found and has to put back."""
 
-    __slots__ = ("buffers", "generators", "modes")
+    __slots__ = ("buffers", "generators", "modes", "modules")
 
-    def __init__(self) -> None:
-        self.buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-        self.modes: list[tuple[nn.Module, bool]] = []
-        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
+    def __init__(self, modules: list[nn.Module], generators: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        self.modules = modules
+        self.modes = list(map(_training, modules))
+        self.generators = generators
+        self.buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
 
     def put_back(self) -> None:
         """The replay has ended, one way or the other."""
-        for module, name, tensor in self.buffers:
-            module._buffers[name] = tensor
-        for module, training in self.modes:
-            module.training = training
+        for module, found in self.buffers:
+            module._buffers.clear()
+            module._buffers.update(found)
+        if list(map(_training, self.modules)) != self.modes:  # forward's, or switched by a function that stopped
+            for module, training in zip(self.modules, self.modes, strict=True):
+                module.training = training
         for generator, state in self.generators:
             generator.set_state(state)
+
+
+def _parameters(modules: list[nn.Module]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for module in modules:
+        if module._parameters:
+            found += [parameter for parameter in module._parameters.values() if parameter is not None]
+    return found
 
 
 def _modules(reached: Reach) -> list[nn.Module]:

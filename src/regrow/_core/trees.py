@@ -38,27 +38,21 @@ class Branch:
         self.build: Callable[[list[Any]], Any] = kind
 
 
-_NO_OBJECTS = frozenset({Place, Branch, *_ATOMS})
-
-
 class Template:
     """The arguments of one call without their tensors.
 
     Memory: holds every argument that is no tensor, and no tensor that stands in a known container.
     """
 
-    __slots__ = ("args", "kwargs", "kwargs_names")
+    __slots__ = ("args", "kwargs", "kwargs_names", "opaque")
 
-    def __init__(self, args: list[Any], kwargs: list[Any], kwargs_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, args: list[Any], kwargs: list[Any], kwargs_names: tuple[str, ...], opaque: tuple[Any, ...]
+    ) -> None:
         self.args = args
         self.kwargs = kwargs
         self.kwargs_names = kwargs_names
-
-    def opaque(self) -> list[Any]:
-        """The arguments that are neither tensors nor known containers."""
-        if self is TENSORS_ONLY:
-            return []
-        return [node for node in (*self.args, *self.kwargs) if type(node) not in _NO_OBJECTS]
+        self.opaque = opaque  # what is neither a tensor nor a known container nor a number or text, wherever it lies
 
     def fill(self, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments again, in fresh containers."""
@@ -83,7 +77,7 @@ class Template:
 
 
 # Of calls with nothing but positional tensors, which most are.
-TENSORS_ONLY = Template([], [], ())
+TENSORS_ONLY = Template([], [], (), ())
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Template]:
@@ -94,37 +88,48 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.T
                 break
         else:
             return list(args), TENSORS_ONLY
-    tensors: list[torch.Tensor] = []
-    memo: dict[int, Branch] = {}
-    flat_args = [_take(value, tensors, memo) for value in args]
-    flat_kwargs = [_take(value, tensors, memo) for value in kwargs.values()]
-    return tensors, Template(flat_args, flat_kwargs, tuple(kwargs))
+    found = _Found()
+    flat_args = [_take(value, found) for value in args]
+    flat_kwargs = [_take(value, found) for value in kwargs.values()]
+    return found.tensors, Template(flat_args, flat_kwargs, tuple(kwargs), tuple(found.opaque))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a value that is a tensor or a known container of them."""
-    tensors: list[torch.Tensor] = []
-    _take(value, tensors, {})
-    return tensors
+    found = _Found()
+    _take(value, found)
+    return found.tensors
 
 
-def _take(value: Any, tensors: list[torch.Tensor], memo: dict[int, Branch]) -> Any:
+class _Found:
+    """What lies in the arguments of one call, while they are taken apart."""
+
+    __slots__ = ("branches", "opaque", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.opaque: list[Any] = []
+        self.branches: dict[int, Branch] = {}
+
+
+def _take(value: Any, found: _Found) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return Place(len(tensors) - 1)
+        found.tensors.append(value)
+        return Place(len(found.tensors) - 1)
     kind = type(value)
     if kind in _ATOMS:
         return value
     # One container passed twice, or one that holds itself, stays one container.
-    branch = memo.get(id(value))
+    branch = found.branches.get(id(value))
     if branch is not None:
         return branch
     opened = _open(kind, value)
     if opened is None:
+        found.opaque.append(value)
         return value
     branch, children = opened
-    memo[id(value)] = branch
-    branch.children = [_take(child, tensors, memo) for child in children]
+    found.branches[id(value)] = branch
+    branch.children = [_take(child, found) for child in children]
     return branch
 
 

@@ -64,7 +64,7 @@ def _frame(
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
-    reached = reach(function, template.opaque())
+    reached = reach(function, template.opaque)
     if reached is not None:
         frame.state = State(reached)
     return frame
