@@ -137,7 +137,6 @@ def test_flags_of_the_process_are_those_of_forward(same_in_any_way):
     same_in_any_way(program)
 
 
-@pytest.mark.xfail(reason="whether determinism only warns is not restored with it")
 def test_determinism_that_only_warned_does_not_raise_in_the_replay(same_in_any_way):
     """Rule 3: a strictness that forward did not have is not there in the replay."""
 
@@ -157,7 +156,6 @@ def test_determinism_that_only_warned_does_not_raise_in_the_replay(same_in_any_w
     same_in_any_way(program)
 
 
-@pytest.mark.xfail(reason="asking for the legacy precision raises where the new flags were used")
 def test_the_new_flags_of_precision_do_not_break_a_call(fresh_process):
     """Rule 3: a process that sets the precision of one backend can still checkpoint."""
     program = """if True:
@@ -329,7 +327,6 @@ def test_a_capture_that_raises_ends_the_call_and_nothing_else(engine, anywhere):
     assert len(runs) == 2
 
 
-@pytest.mark.xfail(reason="flags are put back only if they differed when the replay began")
 @pytest.mark.parametrize("name", ["dtype", "deterministic"])
 def test_a_flag_that_the_function_sets_for_itself_is_not_left_behind(engine, anywhere, name):
     """Rule 3: a replay that stops early, before the function sets the flag back, leaves it as it was."""

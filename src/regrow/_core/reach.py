@@ -2,8 +2,8 @@
 
 Looked at: the function itself, what it is bound to, what a partial holds, its closure, its defaults, the globals it
 names, and modules and generators among its arguments; functions into the functions they close over, and lists, tuples
-and dicts one level deep for modules and generators. Not looked at: attributes of objects that are no modules, tensors in
-containers (a function that closes over a list rarely uses all of it), and what called functions see.
+and dicts one level deep for modules and generators. Not looked at: attributes of objects that are no modules, tensors
+in containers (a function that closes over a list rarely uses all of it), and what called functions see.
 """
 
 from __future__ import annotations
