@@ -50,7 +50,7 @@ def run(
         _discard(frame, entry)
         raise
     frame.after_forward()
-    if not frame.slots or (frame.slots[-1]() is None and not slots.live_count(frame.slots)):
+    if not slots.live_count(frame.saved):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
             collect.mark_empty(entry)
         else:

@@ -13,23 +13,16 @@ from regrow._engines.hooks.slots import Slot
 
 def make_pack(frame: HooksFrame) -> Callable[[torch.Tensor], Slot]:
     """The pack hook of one call."""
-    add = frame.slots.append
-    looks = frame.looks
-    if looks is None:
-
-        def pack_blindly(tensor: torch.Tensor) -> Slot:
-            slot = Slot()
-            add(ref(slot))
-            return slot
-
-        return pack_blindly
-
-    add_look = looks.append
+    add = frame.saved.append
 
     def pack(tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        add(ref(slot))
-        add_look((tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device))
+        add((ref(slot), tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device))
         return slot
 
-    return pack
+    def pack_blindly(tensor: torch.Tensor) -> Slot:
+        slot = Slot()
+        add((ref(slot), None, None, None))
+        return slot
+
+    return pack if frame.compares else pack_blindly

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice, repeat
+from operator import length_hint
 from threading import get_ident
 from types import FrameType
-from weakref import ref
 
 import torch
 
@@ -15,10 +14,8 @@ from regrow._core import compat
 from regrow._core.frame import Owner
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
-from regrow._engines.hooks.slots import Look, Slot
+from regrow._engines.hooks.slots import Saved
 from regrow._engines.hooks.stopping import WATCHED, Stop, call_site, must_finish, stop_at_next_call
-
-_END = (-1, None, None)
 
 
 class Refill:
@@ -30,67 +27,60 @@ class Refill:
     """
 
     __slots__ = (
-        "_ahead",
-        "_looks",
+        "_last_count",
         "_owner",
-        "_places",
         "_plain_site",
+        "_rows",
+        "_saved",
         "_shared",
         "_stop_depth",
         "_thread",
+        "_unwatched",
         "differences",
         "wanted",
     )
 
-    def __init__(
-        self,
-        places: list[ref[Slot]],
-        looks: list[Look] | None,
-        owner: Owner,
-        *,
-        stop_depth: int | None,
-        shared: bool,
-    ) -> None:
+    def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
         """Prepare a replay on this thread.
 
         Args:
-            places: forward's slots.
-            looks: what forward's tensors looked like; None if that is not compared.
+            saved: forward's slots and what its tensors looked like.
             owner: whose values these will be.
             stop_depth: how many function modes this thread has when the function begins; None without early stop.
             shared: whether another owner may hold values in the same slots.
         """
-        self._places = places
-        self._looks = looks
+        self._saved = saved
         self._owner = owner
         self._stop_depth = stop_depth
         self._shared = shared
         self._thread = get_ident()
         self._plain_site: tuple[int, int] | None = None
-        self._ahead: Iterator[int] = count()
-        self.wanted = slots.live_count(places)
+        self.wanted = slots.live_count(saved)
+        # The last ones are watched for the stop; without one, none is.
+        self._unwatched = self.wanted if stop_depth is None else max(self.wanted - WATCHED, 0)
+        self._rows: Iterator[Saved] = iter(saved[: self._unwatched])
+        self._last_count = 0
         self.differences: list[Difference] = []
 
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay."""
-        unwatched = self.wanted if self._stop_depth is None else self.wanted - WATCHED
-        if unwatched <= 0:
+        if not self._unwatched:
             return self._last
-        # One step of an iterator brings everything forward knows of the next tensor.
-        looks = repeat(None) if self._looks is None else self._looks
-        rows = chain(islice(zip(self._ahead, self._places, looks, strict=False), unwatched), repeat(_END))
-        owner, shared, last = self._owner, self._shared, self._last
+        rows, owner, shared, last = self._rows, self._owner, self._shared, self._last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            index, place, look = next(rows)
-            if place is None:
+            row = next(rows, None)
+            if row is None:
                 return last(tensor, 2)
+            place, shape, dtype, device = row
             value = kept = tensor.detach() if tensor.requires_grad else tensor
             slot = place()
             if slot is None:  # backward inside forward freed it
                 return value
-            if look is not None and (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device) != look:
-                kept = self._reconcile(index, look, tensor, value)
+            if shape is not None and (
+                tensor.shape != shape or tensor.dtype is not dtype or (tensor.is_cpu or tensor.device) != device
+            ):
+                kept = self._reconcile(row, tensor, value)
             if shared:
                 slots.put(slot, owner, kept)
             else:
@@ -102,21 +92,25 @@ class Refill:
         return pack
 
     def count(self) -> int:
-        """How many tensors the replay has saved. To be asked once, after it."""
-        return next(self._ahead)
+        """How many tensors the replay has saved."""
+        return self._unwatched - length_hint(self._rows) + self._last_count
 
     def _last(self, tensor: torch.Tensor, depth: int = 1) -> torch.Tensor:
         """One of the last tensors, or one more than forward saved; the operator's caller is ``depth`` frames up."""
-        index = next(self._ahead)
+        index = self._unwatched + self._last_count
+        self._last_count += 1
         plain = not tensor.requires_grad
         value = kept = tensor if plain else tensor.detach()
         if index >= self.wanted:
             return value
-        slot = self._places[index]()
+        row = self._saved[index]
+        place, shape, dtype, device = row
+        slot = place()
         if slot is not None:
-            looks = self._looks
-            if looks is not None and (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device) != looks[index]:
-                kept = self._reconcile(index, looks[index], tensor, value)
+            if shape is not None and (
+                tensor.shape != shape or tensor.dtype is not dtype or (tensor.is_cpu or tensor.device) != device
+            ):
+                kept = self._reconcile(row, tensor, value)
             if self._shared:
                 slots.put(slot, self._owner, kept)
             else:
@@ -136,10 +130,16 @@ class Refill:
                 raise Stop
             stop_at_next_call(caller, stop_depth)
 
-    def _reconcile(self, index: int, forward: Look, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _reconcile(self, row: Saved, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The quick comparison failed: give a jagged tensor forward's length, or note a difference."""
-        replay = slots.look(tensor)
+        place, shape, dtype, device = row
+        assert shape is not None
+        assert dtype is not None
+        assert device is not None
+        forward, replay = (shape, dtype, device), slots.look(tensor)
         if same_but_for_ragged(forward, replay):
-            return compat.with_ragged_size(value, forward[0])
-        self.differences.append((index, forward, replay))
+            return compat.with_ragged_size(value, shape)
+        slot = place()
+        assert slot is not None
+        self.differences.append((slots.index_of(self._saved, slot), forward, replay))
         return value

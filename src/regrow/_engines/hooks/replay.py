@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 from regrow._core import compat, replaying
 from regrow._core.environment import Environment
@@ -24,7 +23,7 @@ from regrow._core.state import State as ReachedState
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
-from regrow._engines.hooks.slots import Look, Slot
+from regrow._engines.hooks.slots import Saved
 from regrow._engines.hooks.stopping import Stop
 
 
@@ -45,8 +44,8 @@ class HooksFrame(Frame):
     """One call of the hooks engine.
 
     Attributes:
-        slots: the places forward left with autograd, in the order they were saved.
-        looks: what they look like; None where that is not compared.
+        saved: the slots forward left with autograd, in the order they were saved, and what the tensors looked like.
+        compares: whether replays compare that.
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
@@ -56,6 +55,7 @@ class HooksFrame(Frame):
     """
 
     __slots__ = (
+        "compares",
         "contexts",
         "early_stop",
         "environment",
@@ -63,8 +63,7 @@ class HooksFrame(Frame):
         "inputs",
         "kept",
         "log",
-        "looks",
-        "slots",
+        "saved",
         "state",
     )
 
@@ -76,8 +75,8 @@ class HooksFrame(Frame):
         self.inputs = inputs
         self.environment = environment
         self.early_stop = options.early_stop
-        self.slots: list[ref[Slot]] = []
-        self.looks: list[Look] | None = [] if options.determinism_check == "default" else None
+        self.saved: list[Saved] = []
+        self.compares = options.determinism_check == "default"
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
@@ -94,10 +93,10 @@ class HooksFrame(Frame):
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
-        if session not in self.replays and slots.live_count(self.slots):
+        if session not in self.replays and slots.live_count(self.saved):
             replay = self.run(session, scheduled=True)
             if replay.state is State.RELEASED:  # the function cleared the session
-                slots.drop(self.slots, session)
+                slots.drop(self.saved, session)
 
     def run(self, owner: Owner, *, scheduled: bool) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
@@ -105,7 +104,7 @@ class HooksFrame(Frame):
         stops = self.early_stop or not self.complete
         stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
-        refill = Refill(self.slots, self.looks, owner, stop_depth=stop_depth, shared=shared)
+        refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
         replay = self.replays[owner] = Replay(self.label, scheduled=scheduled)
         log = None if self.log is None else OperatorLog()
         try:
@@ -113,7 +112,7 @@ class HooksFrame(Frame):
             self._check(refill, log)
         except BaseException:
             self.release(owner, Reason.FAILED)
-            slots.drop(self.slots, owner)  # also where the function cleared the session before it raised
+            slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
@@ -123,7 +122,7 @@ class HooksFrame(Frame):
         """Drop what the replay for an owner holds."""
         replay = self.replays.pop(owner, None)
         if replay is not None:
-            slots.drop(self.slots, owner)
+            slots.drop(self.saved, owner)
             replay.advance(State.RELEASED, reason)
 
     def forget(self) -> None:
@@ -170,7 +169,7 @@ class HooksFrame(Frame):
             self.function(*args, **kwargs)
 
     def _check(self, refill: Refill, log: OperatorLog | None) -> None:
-        forward, replay = len(self.slots), refill.count()
+        forward, replay = len(self.saved), refill.count()
         # A stop leaves the rest unseen; while forward has not returned, more is to come.
         enough = replay == forward or (replay >= refill.wanted and (self.early_stop or not self.complete))
         if not enough or refill.differences:

@@ -15,6 +15,10 @@ from regrow._core.frame import Owner
 Look = tuple[torch.Size, torch.dtype, torch.device | bool]
 
 
+# What a frame keeps of each saved tensor: its slot, weakly, and what it looks like; None where that is not compared.
+Saved = tuple["ref[Slot]", "torch.Size | None", "torch.dtype | None", "torch.device | bool | None"]
+
+
 def look(tensor: torch.Tensor) -> Look:
     """What a tensor looks like."""
     return tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device
@@ -73,20 +77,27 @@ def holds(slot: Slot, owner: Owner) -> bool:
     return take(slot, owner, consume=False)[0] is not None
 
 
-def drop(slots: list[ref[Slot]], owner: Owner) -> None:
+def drop(saved: list[Saved], owner: Owner) -> None:
     """Let go of every value of an owner."""
-    for reference in slots:
-        slot = reference()
+    for place, _, _, _ in saved:
+        slot = place()
         if slot is not None:
             take(slot, owner, consume=True)
 
 
-def live_count(slots: list[ref[Slot]]) -> int:
+def live_count(saved: list[Saved]) -> int:
     """How many slots there are up to the last one that a graph node still holds."""
-    count = len(slots)
-    while count and slots[count - 1]() is None:
+    count = len(saved)
+    for place, _, _, _ in reversed(saved):
+        if place() is not None:
+            break
         count -= 1
     return count
+
+
+def index_of(saved: list[Saved], slot: Slot) -> int:
+    """The place of a slot in forward's order. For messages only."""
+    return next(index for index, (place, _, _, _) in enumerate(saved) if place() is slot)
 
 
 def describe(meta: Look) -> str:

@@ -77,9 +77,9 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
             replay = _again(frame, owner, before, scheduled=scheduled)
         value, intact = slots.take(slot, owner, consume=frame.consume)
         if replay.state is State.RELEASED:  # the session was cleared while its replay ran
-            slots.drop(frame.slots, owner)
+            slots.drop(frame.saved, owner)
     if not intact:
-        raise ValueChangedError(frame.label, next(k for k, place in enumerate(frame.slots) if place() is slot))
+        raise ValueChangedError(frame.label, slots.index_of(frame.saved, slot))
     # None if the function cleared the session that asked: then it is this backward's own to replay.
     return _regrow_eagerly(frame, slot) if value is None else value
 
