@@ -130,9 +130,7 @@ class Restored:
         if self._stack is not None:
             self._stack.close()
         compat.set_grad_enabled(self._was_grad)
-        if (
-            compat.process_flags() != self._flags
-        ):  # set for the replay, or by a function that stopped before it reset them
+        if compat.process_flags() != self._flags:  # set for the replay, or left by a function that stopped too early
             ambient.set_flags(self._flags)
         if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
             _set_device_states(self._device_rng)
