@@ -66,22 +66,21 @@ def captured() -> tuple[tuple[Restore, Any], ...]:
 
 
 def set_flags(wanted: Flags) -> None:
-    """Make the process's flags what they were."""
-    dtype, deterministic, warn_only, precision, *attention = wanted
-    now = compat.process_flags()
-    if now[0] != dtype:
+    """Make the flags of the process what `compat.surroundings` said."""
+    _, _, _, _, dtype, deterministic, warn_only, precision, *attention = wanted
+    _, _, _, _, dtype_now, deterministic_now, warn_only_now, precision_now, *attention_now = compat.surroundings()
+    if dtype_now != dtype:
         torch.set_default_dtype(dtype)
-    if now[1:3] != (deterministic, warn_only):
+    if (deterministic_now, warn_only_now) != (deterministic, warn_only):
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    if now[3] != precision and precision is not None:
+    if precision_now != precision and precision is not None:
         torch.set_float32_matmul_precision(precision)
-    if list(now[4:]) != attention:
+    if attention_now != attention:
         compat.set_attention_backends(tuple(attention))
 
 
 def enter(stack: ExitStack, wanted: Flags, states: tuple[tuple[Restore, Any], ...]) -> None:
     """Put flags and registered states in force; the states are left when the stack is closed."""
-    if compat.process_flags() != wanted:
-        set_flags(wanted)
+    set_flags(wanted)
     for restore, state in states:
         stack.enter_context(restore(state))

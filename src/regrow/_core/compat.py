@@ -136,6 +136,9 @@ _flash, _efficient, _math, _cudnn, _other = _attention_getters
 _deterministic: Callable[[], bool] = _private(
     "torch._C", "_get_deterministic_algorithms", "replays use forward's flags"
 )
+_cpu_autocast, _cpu_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_autocast_cache, _inference = torch.is_autocast_cache_enabled, torch.is_inference_mode_enabled
+_default_dtype = torch.get_default_dtype
 _warn_only: Callable[[], bool] = _private(
     "torch._C", "_get_deterministic_algorithms_warn_only", "replays use forward's flags"
 )
@@ -149,10 +152,18 @@ def _precision_or_none() -> str | None:
         return None
 
 
-def process_flags() -> tuple[Any, ...]:
-    """The flags of the process that change what operators compute, to compare as a whole."""
+def surroundings() -> tuple[Any, ...]:
+    """What nearly always is as it was, to compare as a whole.
+
+    Four of this thread: autocast on the CPU, its type, its cache, inference mode; then flags of the process that change
+    what operators compute: default dtype, determinism and whether it only warns, matmul precision, six of attention.
+    """
     return (
-        torch.get_default_dtype(),
+        _cpu_autocast("cpu"),
+        _cpu_autocast_dtype("cpu"),
+        _autocast_cache(),
+        _inference(),
+        _default_dtype(),
         _deterministic(),
         _warn_only(),
         _precision_or_none(),
@@ -166,7 +177,7 @@ def process_flags() -> tuple[Any, ...]:
 
 
 def set_attention_backends(wanted: tuple[Any, ...]) -> None:
-    """Allow what the last six of `process_flags` said."""
+    """Allow what the last six of `surroundings` said."""
     *allowed, order = wanted
     for setter, value in zip(_attention_setters, allowed, strict=True):
         setter(value)

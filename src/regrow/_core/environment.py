@@ -21,8 +21,6 @@ _cpu_generator = torch.default_generator
 _on_cpu = attrgetter("is_cpu")
 
 Autocast = tuple[str, bool, torch.dtype]
-# What is compared to find out whether anything must be entered at all: autocast, its type and cache, inference mode.
-ThreadState = tuple[bool, torch.dtype, bool, bool]
 DeviceStates = tuple[tuple[torch.device, torch.Tensor], ...]
 
 
@@ -36,11 +34,10 @@ class Environment:
         "cpu_rng",
         "device_autocast",
         "device_rng",
-        "flags",
         "function_modes",
         "registered",
         "sleeping",
-        "thread_state",
+        "surroundings",
     )
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, preserve_rng: bool) -> None:
@@ -62,8 +59,7 @@ class Environment:
         if found or spare is not None:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
-        self.thread_state = _thread_state()
-        self.flags = compat.process_flags()
+        self.surroundings = compat.surroundings()
         self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
@@ -73,14 +69,14 @@ class Environment:
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):
             raise RuntimeError(errors.device_woke_up(label, self.sleeping))
 
-    def differs_here(self) -> bool:
-        """Whether anything but RNG and grad mode is not on this thread as it was in forward."""
+    def differs_from(self, here: tuple[Any, ...]) -> bool:
+        """Whether anything but RNG and grad mode is not here as it was in forward."""
         return (
-            _thread_state() != self.thread_state
+            here != self.surroundings
             or compat.function_mode_count() > 0
             or self.function_modes != ()
             or self.registered != ()
-            or self.device_autocast_differs()
+            or (self.device_autocast != () and self.device_autocast_differs())
         )
 
     def device_autocast_differs(self) -> bool:
@@ -96,7 +92,7 @@ class Environment:
 class Restored:
     """The context of `Environment.restored`: one use."""
 
-    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_flags", "_stack", "_was_grad")
+    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_found", "_stack", "_was_grad")
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -104,12 +100,12 @@ class Restored:
     def __enter__(self) -> None:
         environment = self._environment
         self._was_grad = torch.is_grad_enabled()
-        self._flags = compat.process_flags()
+        self._found = compat.surroundings()
         self._stack: ExitStack | None = None
         self._cpu_rng: torch.Tensor | None = None
         self._device_rng: DeviceStates = ()
         try:
-            if self._flags != environment.flags or environment.differs_here():
+            if environment.differs_from(self._found):
                 self._stack = _entered(environment)
             compat.set_grad_enabled(True)
             if environment.cpu_rng is not None:
@@ -130,31 +126,22 @@ class Restored:
         if self._stack is not None:
             self._stack.close()
         compat.set_grad_enabled(self._was_grad)
-        if compat.process_flags() != self._flags:  # set for the replay, or left by a function that stopped too early
-            ambient.set_flags(self._flags)
+        if compat.surroundings() != self._found:  # set for the replay, or left by a function that stopped too early
+            ambient.set_flags(self._found)
         if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
             _set_device_states(self._device_rng)
-
-
-def _thread_state() -> ThreadState:
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.is_inference_mode_enabled(),
-    )
 
 
 def _entered(environment: Environment) -> ExitStack:
     stack = ExitStack()
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(mode=False))
-    if _thread_state() != environment.thread_state or environment.device_autocast_differs():
+    if compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs():
         _enter_autocast(stack, environment)
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
     try:
-        ambient.enter(stack, environment.flags, environment.registered)
+        ambient.enter(stack, environment.surroundings, environment.registered)
     except BaseException:
         stack.close()
         raise
@@ -166,7 +153,7 @@ def _enter_autocast(stack: ExitStack, environment: Environment) -> None:
     # in the replay, nor what the replay casts after it.
     torch.clear_autocast_cache()
     stack.callback(torch.clear_autocast_cache)
-    on_cpu, cpu_dtype, cache, _ = environment.thread_state
+    on_cpu, cpu_dtype, cache, *_ = environment.surroundings
     for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
 
