@@ -441,3 +441,32 @@ def test_a_function_that_switches_the_mode_leaves_it_switched_back(engine, anywh
 
     anywhere(engine.checkpoint(function, x).sum().backward)
     assert layer.training
+
+
+class EqualByValue(nn.Module):
+    """A module that says it equals another with the same configuration."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.width = 4
+        self.register_buffer("factor", torch.full((4,), value))
+
+    def __eq__(self, other):
+        return isinstance(other, EqualByValue) and self.width == other.width
+
+    def __hash__(self):
+        return hash(self.width)
+
+    def forward(self, x):
+        return (x * self.factor).sin()
+
+
+def test_modules_that_are_equal_by_value_keep_their_own_buffers(same_in_any_way):
+    """Rule 24: a replay tells modules apart by identity."""
+
+    def program(run):
+        both, x = nn.Sequential(EqualByValue(2.0), EqualByValue(3.0)), torch.ones(4, requires_grad=True)
+        run.backward(run(lambda x: both(x), x).sum())
+        return x.grad
+
+    same_in_any_way(program)

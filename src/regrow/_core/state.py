@@ -111,11 +111,12 @@ class State:
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
         # Which buffers there were, a None among them; forward may fill it, add some, or take some away.
-        self._names = {module: dict(module._buffers) for module in self._modules if module._buffers}
+        # By identity: a module may define equality by value, or no hash.
+        self._names = {id(module): dict(module._buffers) for module in self._modules if module._buffers}
         self._buffers = [
             Buffer(module, name, tensor)
-            for module, there in self._names.items()
-            for name, tensor in there.items()
+            for module in self._modules
+            for name, tensor in module._buffers.items()
             if tensor is not None
         ]
         kept = [buffer for buffer in self._buffers if buffer.is_kept()]
@@ -162,10 +163,10 @@ class State:
         starts = [buffer.start for buffer in stale if buffer.start is not None]
         placed = copies(starts) if starts else []
         for module in self._modules:
-            if module._buffers or module in self._names:
+            if module._buffers or id(module) in self._names:
                 begun.buffers.append((module, dict(module._buffers)))
                 module._buffers.clear()
-                module._buffers.update(self._names.get(module, {}))
+                module._buffers.update(self._names.get(id(module), {}))
         for buffer, tensor in zip(stale, placed, strict=True):
             buffer.module._buffers[buffer.name] = tensor
 
