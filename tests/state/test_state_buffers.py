@@ -466,7 +466,7 @@ def test_modules_that_are_equal_by_value_keep_their_own_buffers(same_in_any_way)
 
     def program(run):
         both, x = nn.Sequential(EqualByValue(2.0), EqualByValue(3.0)), torch.ones(4, requires_grad=True)
-        run.backward(run(lambda x: both(x), x).sum())
+        run.backward(run(both, x).sum())
         return x.grad
 
     same_in_any_way(program)
