@@ -116,11 +116,18 @@ def step_between() -> None:
     loss.backward()
 
 
-def bind_late() -> None:
-    x = leaf()
-    for layer in (nn.Linear(4, 4), nn.Linear(4, 4)):
-        x = regrow.checkpoint(lambda t: layer(t).sin(), x)  # noqa: B023 - the mistake itself
-    x.sum().backward()
+LAYER: nn.Module = nn.Linear(4, 4)
+
+
+def uses_a_global(x: torch.Tensor) -> torch.Tensor:
+    return LAYER(x).sin()
+
+
+def set_a_global_anew() -> None:
+    global LAYER
+    loss = regrow.checkpoint(uses_a_global, leaf()).sum()
+    LAYER = nn.Linear(4, 4)
+    loss.backward()
 
 
 def overwrite_a_saved_tensor() -> None:
@@ -196,6 +203,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "suppressed an exception": raise_under_a_swallowing_context,
     "was initialised inside the checkpointed function": wake_a_device,
     "session_id must name the session": lambda: regrow.recompute_session_ctx(None),
+    "session_id must be equal to itself": lambda: regrow.clear_recompute_session(float("nan")),
     "session_id must be hashable": lambda: regrow.clear_recompute_session([1]),
     "retain_on_unpack must be True or False": lambda: regrow.recompute_session_ctx("mine", retain_on_unpack=1),
     "handle must come from": lambda: regrow.recompute_handle("handle", "mine"),
@@ -208,7 +216,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "nested checkpoint inside": nest_in_a_session,
     "an input was changed in place": change_an_input,
     "What it reads was changed in place": step_between,
-    "stand for other tensors or modules": bind_late,
+    "stand for other tensors or modules": set_a_global_anew,
     "was changed in place after an operator saved it": overwrite_a_saved_tensor,
     "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
     "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),
@@ -220,6 +228,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "no option of checkpoint": lambda: regrow.checkpoint_wrapper(nn.ReLU(), earlystop=True),
     "is checkpointed already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
     "has a forward of its own instance": own_forward,
+    "whose forward is generated code": lambda: regrow.checkpoint_wrapper(torch.fx.symbolic_trace(nn.ReLU())),
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),
     "where must be": lambda: regrow.apply_checkpointing(nn.ReLU(), "ReLU"),
     "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),

@@ -41,6 +41,12 @@ def check_session_id(value: object) -> Hashable:
             f"session_id must be hashable, got {value!r} of type {type(value).__name__}. "
             'Use a string, a number or a tuple such as ("micro_batch", 3).'
         ) from None
+    same = value == value  # noqa: PLR0124
+    if same is not True:
+        raise ValueError(
+            f"session_id must be equal to itself, got {value!r} of type {type(value).__name__}, so no later call could "
+            'name the session. Use a string, a number or a tuple such as ("micro_batch", 3).'
+        )
     return value
 
 

@@ -88,7 +88,7 @@ def recompute_session_ctx(session_id: Hashable, retain_on_unpack: bool = False) 
     """
     arguments.check_session_id(session_id)
     arguments.check_flag("retain_on_unpack", retain_on_unpack)
-    return session.opened(session_id, retain=retain_on_unpack)
+    return session.Opened(session_id, retain=retain_on_unpack)
 
 
 def clear_recompute_session(session_id: Hashable) -> None:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
+import torch.fx
 from torch import nn
 
 from regrow import arguments
@@ -40,7 +43,8 @@ def checkpoint_wrapper(module_or_fn: Wrapped, **checkpoint_kwargs: Any) -> Wrapp
         module run once, around the checkpoint; hooks of its submodules run again in a replay.
 
     Raises:
-        ValueError: a bad option, a module that is wrapped already or has a ``forward`` of its own instance.
+        ValueError: a bad option, or a module that is wrapped already, has a ``forward`` of its own instance, or is
+            traced or scripted code.
 
     Memory: as `regrow.checkpoint`; the wrapper itself holds nothing.
 
@@ -116,13 +120,16 @@ def _subclass(base: Any) -> Any:
 
 def _new_subclass(base: Any) -> Any:
     plain: Any = base.forward
+    # A forward that is static or of the class takes no module.
+    takes_self = isinstance(getattr_static(base, "forward"), FunctionType)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = partial(plain, self) if takes_self else plain
         options = self.__dict__.get(_OPTIONS)
         if options is None:  # made by the class itself, as a slice of a Sequential is: nobody asked to wrap that
-            return plain(self, *args, **kwargs)
-        return run(partial(plain, self), self.__dict__[_LABEL], args, kwargs, options)
+            return function(*args, **kwargs)
+        return run(function, self.__dict__[_LABEL], args, kwargs, options)
 
     fields = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__, "_regrow_base": base}
     becomes = getattr(base, "cls_to_become", None)  # of a lazy module, once it has seen an input
@@ -153,6 +160,12 @@ def _label(module: nn.Module, name: str) -> str:
 def _check_free(module: nn.Module, name: str) -> None:
     if _OPTIONS in module.__dict__:
         raise ValueError(f"{name} is checkpointed already: {type(module).__name__}. Wrap each module once.")
+    if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
+        raise ValueError(
+            f"{name} is a traced or scripted {type(module).__name__}, whose forward is generated code that a wrapper "
+            "would not reach. "
+            "Wrap the module before it is traced or scripted, or wrap a function that calls it."
+        )
     if "forward" in module.__dict__:
         raise ValueError(
             f"{name} has a forward of its own instance, which a wrapper would not reach. "

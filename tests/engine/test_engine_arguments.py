@@ -282,3 +282,33 @@ def test_results_of_torch_with_named_fields_are_containers(same_grads):
         return x.grad, lstm.weight_ih_l0.grad
 
     same_grads(program)
+
+
+class Named(Pair):
+    """A tuple with attributes of its own."""
+
+
+@dataclasses.dataclass
+class Batch:
+    data: torch.Tensor
+    name: str = "none"
+
+
+register_dataclass(Batch, field_names=["data"], drop_field_names=["name"])
+
+
+def test_what_a_container_would_lose_stays_as_it_is(same_grads):
+    """Rule 3: attributes of a tuple, and fields that a registration drops, are there in the replay."""
+
+    def program(call):
+        pair, batch = Named(torch.randn(3, requires_grad=True), torch.randn(3)), Batch(torch.randn(3), "three")
+        pair.scale = 3.0
+
+        def function(pair, batch):
+            assert batch.name == "three"
+            return (pair.left * pair.right * pair.scale * batch.data).sin()
+
+        call(function, pair, batch).sum().backward()
+        return pair.left.grad
+
+    same_grads(program)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
+from regrow import InputChangedError
+
 
 class Recorder:
     """Hooks that copy, and note what passes."""
@@ -116,3 +118,67 @@ def test_where_hooks_are_forbidden_the_call_says_so(engine):
     with disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match="no hooks here"):
         engine.checkpoint(lambda t: ran.append(1) or t.sin(), x)
     assert ran == []
+
+
+def handed_through():
+    """Hooks that copy nothing."""
+    return saved_tensors_hooks(lambda tensor: {"it": (tensor,)}, lambda packed: packed["it"][0])
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
+@pytest.mark.parametrize("change", [lambda t: t.mul_(2), lambda t: t.detach().view(-1)[:1].zero_()])
+def test_an_input_that_hooks_have_not_copied_may_not_change(engine, hooks, change):
+    """Rule 4: on the CPU save_on_cpu keeps the tensor itself, so the replay would start from the new values."""
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3)
+    with hooks():
+        out = engine.checkpoint(lambda a, b: (a * b).sin(), x, b=other)
+    change(other)
+    with pytest.raises(InputChangedError) as refused:
+        out.sum().backward()
+    assert (refused.value.names, x.grad) == (["b"], None)
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
+def test_an_input_that_the_function_overwrites_under_hooks_is_refused(engine, hooks):
+    """Rule 4: and is let go, as without hooks."""
+    x = torch.randn(3, requires_grad=True)
+    with hooks():
+        out = engine.checkpoint(lambda t: t.mul_(2).sin(), x * 1)
+    with pytest.raises(InputChangedError):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
+def test_a_kept_result_that_the_caller_overwrites_under_hooks(engine, hooks):
+    """Rule 16: the hooks copied nothing, so the operator runs again."""
+    x, y = (torch.linspace(-1, 1, 9).view(3, 3).requires_grad_() for _ in range(2))
+    w, made = torch.randn(3, 3), []
+
+    def function(x):
+        made.append(x @ w)
+        return made[-1].sin().exp()
+
+    function(x).sum().backward()
+    with hooks():
+        out = engine.checkpoint(function, y, policy_fn=lambda ctx, op, *a, **k: op is torch.ops.aten.mm.default)
+    made[1].detach().zero_()
+    out.sum().backward()
+    torch.testing.assert_close(y.grad, x.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
+def test_inference_tensors_may_be_inputs(same_grads, hooks):
+    """Rule 1: they have no version; the call holds a copy."""
+
+    def program(call):
+        with torch.inference_mode():
+            shift = torch.ones(3)
+        x = torch.randn(3, requires_grad=True)
+        with hooks():
+            out = call(lambda t, s: (t + s).sin(), x, shift)
+        with torch.inference_mode():
+            shift.mul_(5)
+        out.sum().backward()
+        return x.grad
+
+    same_grads(program)

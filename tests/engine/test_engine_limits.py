@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 
 limit = pytest.mark.xfail(
     strict=True, raises=(AssertionError, RuntimeError, pytest.fail.Exception), reason="as in torch"
@@ -60,22 +59,6 @@ def test_a_captured_tensor_that_was_changed_in_place_is_refused(engine):
     weight.mul_(2)
     with pytest.raises(RuntimeError):
         out.sum().backward()
-
-
-@limit
-def test_inference_tensors_may_be_inputs_under_hooks(same_grads):
-    """Rule 1: the plain call saves nothing of it here; the checkpoint saves every input, and autograd refuses that."""
-
-    def program(call):
-        with torch.inference_mode():
-            shift = torch.ones(3)
-        x = torch.randn(3, requires_grad=True)
-        with save_on_cpu():
-            out = call(lambda t, s: (t + s).sin(), x, shift)
-        out.sum().backward()
-        return x.grad
-
-    same_grads(program)
 
 
 @limit

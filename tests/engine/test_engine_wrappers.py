@@ -439,6 +439,33 @@ def test_errors_name_the_module_path():
         out.sum().backward()
 
 
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x.sin().exp()
+
+
+class OfTheClass(nn.Module):
+    scale = 2.0
+
+    @classmethod
+    def forward(cls, x):
+        return (x * cls.scale).sin().exp()
+
+
+@pytest.mark.parametrize("cls", [Static, OfTheClass])
+def test_a_forward_that_takes_no_module(same, counted, cls):
+    """Rule 17: a static forward and one of the class are called as Python would call them."""
+    x, y = (torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2))
+    cls()(x).sum().backward()
+    module = checkpoint_wrapper(cls())
+    with recompute_handle_collector_ctx() as handles:
+        loss = module(y).sum()
+    assert len(handles) == 1
+    loss.backward()
+    same(y.grad, x.grad)
+
+
 REFUSED = {
     "nothing selected": (lambda: apply_checkpointing(Net(), nn.Conv2d), "where selects no module of Net.*Block"),
     "no model": (lambda: apply_checkpointing("net", Block), "model must be an nn.Module, got 'net'"),
@@ -452,6 +479,7 @@ REFUSED = {
     ),
     "a bad option": (lambda: checkpoint_wrapper(Block(), early_stop=1), "early_stop must be True or False, got 1"),
     "no callable": (lambda: checkpoint_wrapper(3), "module_or_fn must be a module or a function, got 3"),
+    "traced code": (lambda: checkpoint_wrapper(torch.fx.symbolic_trace(Block())), "whose forward is generated code"),
     "wrapped already": (lambda: checkpoint_wrapper(checkpoint_wrapper(Block())), "checkpointed already"),
 }
 

@@ -122,7 +122,7 @@ def test_prefire_inside_the_context_of_another_session_is_refused(block, x, equa
     assert equal(grads, block.gradients(x))
 
 
-@pytest.mark.parametrize("bad_id", [None, [], {}, ("s", [])])
+@pytest.mark.parametrize("bad_id", [None, [], {}, ("s", []), float("nan"), torch.ones(2), torch.tensor(1)])
 def test_an_id_that_cannot_be_named_again_is_refused(bad_id):
     """Rule 19: a context with a bad id is a ValueError before it is entered."""
     with pytest.raises(ValueError, match="session_id"):
@@ -196,3 +196,66 @@ def test_a_replay_does_not_bind_what_it_makes(make_block, x, equal):
     plain = torch.autograd.grad(((x @ inner.inner).sin() @ inner.outer).cos().sin().sum(), [x, *inner.weights])
     assert equal(grads, plain)
     assert inner.held_bytes == 0
+
+
+def test_a_context_that_was_left_binds_nothing_in_a_copy_of_its_variables(block, x, equal):
+    """Rule 10: a task started inside the context may outlive it; what it makes afterwards is nobody's."""
+    with recompute_session_ctx("left", retain_on_unpack=True):
+        inherited = contextvars.copy_context()
+
+    def later():
+        with recompute_session_ctx("another"), recompute_handle_collector_ctx() as handles:
+            checkpoint(block, x)
+        with recompute_handle_collector_ctx() as free:
+            output = checkpoint(block, x)
+        return handles, free, output
+
+    _, free, output = inherited.run(later)
+    recompute_handle(free[0], "mine")
+    with recompute_session_ctx("mine"):
+        grads = torch.autograd.grad(output.sum(), [x, *block.weights])
+    assert equal(grads, block.gradients(x))
+    clear_recompute_session("mine")
+
+
+def test_one_context_object_may_be_entered_again(block, x):
+    """Rule 10: one after the other, and inside itself."""
+    context = recompute_session_ctx("again", retain_on_unpack=True)
+    for _ in range(2):
+        with context, context:
+            output = checkpoint(block, x)
+        with context:
+            torch.autograd.grad(output.sum(), x, retain_graph=True)
+            torch.autograd.grad(output.sum(), x)
+        clear_recompute_session("again")
+    assert block.runs == 4
+
+
+def test_a_context_decorates_a_function(block, x):
+    """Rule 10: every call has a context of its own, also one that calls itself."""
+
+    @recompute_session_ctx("decorated", retain_on_unpack=True)
+    def both(depth=1):
+        if depth:
+            return both(depth - 1)
+        output = checkpoint(block, x)
+        torch.autograd.grad(output.sum(), x, retain_graph=True)
+        return torch.autograd.grad(output.sum(), x)
+
+    both()
+    clear_recompute_session("decorated")
+    assert block.runs == 2
+
+
+def test_contexts_that_are_left_in_the_wrong_order(block, x, equal):
+    """Rule 10: when both are left, nothing is open."""
+    outer, inner = recompute_session_ctx("order"), recompute_session_ctx("order", retain_on_unpack=True)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    with recompute_session_ctx("other", retain_on_unpack=True):
+        output = checkpoint(block, x)
+        grads = torch.autograd.grad(output.sum(), [x, *block.weights])
+    clear_recompute_session("other")
+    assert equal(grads, block.gradients(x))

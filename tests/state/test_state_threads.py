@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+import regrow
+from tests.conftest import JOIN_S, run_on_thread
+
 
 def net():
     return nn.Linear(6, 6), torch.randn(3, 6, requires_grad=True)
@@ -133,3 +136,100 @@ def test_backwards_of_different_modules_at_the_same_time(engine, options):
     for index in range(2):
         for mine, plain in zip(got[index], want[index], strict=True):
             torch.testing.assert_close(mine, plain, rtol=0, atol=0)
+
+
+class Slow(nn.Module):
+    """Changes a buffer and lets others run while it computes."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.meet = meet
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.scale.mul_(2)
+        if regrow.is_recomputing():
+            self.meet()
+        return (x * self.scale.clone()).sin()
+
+
+def test_two_replays_of_one_module_on_two_threads_take_turns(engine):
+    """Rule 24: each begins with its own forward's buffers, and the module's own are there afterwards."""
+    inside, met = [], []
+
+    def meet():
+        inside.append(1)
+        threading.Event().wait(0.05)  # the other thread has the time to come in, if it may
+        met.append(len(inside))
+        inside.pop()
+
+    model = Slow(meet)
+    own = model.scale
+    xs = [torch.randn(4, requires_grad=True) for _ in range(4)]
+    losses = [engine.checkpoint(model, x).sum() for x in xs]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+    for times, x in enumerate(xs, 1):
+        assert torch.equal(x.grad, (x * 2.0**times).detach().cos() * 2.0**times)
+    assert model.scale is own
+    assert torch.equal(own, torch.full((4,), 16.0))
+    assert met == [1] * 4
+
+
+def test_a_mode_that_replays_switch_on_two_threads_comes_back(engine):
+    """Rule 24: one replay does not take the mode of another for the module's own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+    losses = [engine.checkpoint(model, torch.randn(3, 4)).sum() for _ in range(8)]
+    model.eval()
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+    assert not any(module.training for module in model.modules())
+
+
+def test_replays_inside_a_replay_do_not_wait_for_it(engine):
+    """Rule 24: a gradient inside the function replays calls of the same module, on whichever thread it runs."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def inner(x):
+        return model(x).sin()
+
+    def outer(x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            loss = engine.checkpoint(inner, y).exp().sum()
+            (grad,) = run_on_thread(lambda: torch.autograd.grad(loss, y))
+        return (model(x) * grad).sin()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = engine.checkpoint(outer, x).sum()
+    run_on_thread(loss.backward)
+    assert x.grad is not None
+    assert model[1].num_batches_tracked == 2
+
+
+def test_replays_of_modules_that_nothing_changes_do_not_wait(engine):
+    """Rule 13: two threads are in replays of one module at once."""
+    both = threading.Barrier(2, timeout=JOIN_S)
+    layer = nn.Linear(4, 4)
+
+    def function(x):
+        if regrow.is_recomputing():
+            both.wait()
+        return layer(x).sin()
+
+    losses = [engine.checkpoint(function, torch.randn(3, 4)).sum() for _ in range(2)]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+    assert not both.broken

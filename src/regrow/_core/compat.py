@@ -43,9 +43,6 @@ graph_task_keeps_graph: Callable[[], bool] = _private(
     "torch._C._autograd", "_get_current_graph_task_keep_graph", "it tells whether backward frees its graph"
 )
 
-# The autograd node that is being evaluated on this thread; None outside backward. Deleted by a public query.
-current_node: Callable[[], Any] = _private("torch._C", "_current_autograd_node", "it tells what a backward depends on")
-
 # Runs a callable when the current graph task ends, and drops it when the task dies, on errors too.
 # Deleted by a public end-of-backward callback.
 at_graph_task_end: Callable[[Callable[[], None]], None] = _private(
@@ -184,6 +181,16 @@ def set_attention_backends(wanted: tuple[Any, ...]) -> None:
     _set_attention_order(order)
 
 
+def inside_autocast() -> bool:
+    """Whether an autocast context is open, enabled or not, so that the cache of cast weights is in use.
+
+    Deleted by a public query of the depth.
+    """
+    deeper: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return deeper > 1
+
+
 def surrounding_hooks() -> Hooks | None:
     """The innermost saved-tensor hooks of this thread. Deleted by a public getter."""
     return _top_hooks(True)
@@ -197,12 +204,25 @@ def user_hooks() -> Hooks | None:
     return hooks
 
 
-def save_tensor(tensor: torch.Tensor) -> Any:
-    """A saved tensor as an autograd node would hold it, through the surrounding hooks; ``.unpack()`` gives it back.
+def save_tensor(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """A saved tensor as an autograd node would hold it, through the surrounding hooks, and what these made of it.
 
-    Deleted by a public way to save a tensor outside a node.
+    ``.unpack()`` of the first gives the tensor back. Deleted by a public way to save a tensor outside a node.
     """
-    return _make_saved_tensor(tensor, is_output=False)
+    hooks = surrounding_hooks()
+    assert hooks is not None
+    pack, unpack = hooks
+    packed: list[Any] = []
+
+    def seen(tensor: torch.Tensor) -> Any:
+        packed.append(pack(tensor))
+        return packed[0]
+
+    push_hooks(seen, unpack)
+    try:
+        return _make_saved_tensor(tensor, is_output=False), packed[0]
+    finally:
+        pop_hooks()
 
 
 def tracing() -> bool:
@@ -213,21 +233,6 @@ def tracing() -> bool:
 def transform_level() -> int:
     """How deep torch.func transforms are nested on this thread. Deleted with `functorch_active`."""
     return _current_level() or 0
-
-
-def parameters_below(node: Any) -> set[int]:
-    """The ids of the leaves whose gradients a node leads to. Walks the graph in Python: for refusals only."""
-    found: set[int] = set()
-    seen, waiting = {node}, [node]
-    while waiting:
-        here = waiting.pop()
-        leaf = getattr(here, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        fresh = {below for below, _ in here.next_functions if below is not None} - seen
-        seen |= fresh
-        waiting += fresh
-    return found
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -269,12 +274,15 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+NO_VERSION = -1
+
+
 def version_of(tensor: torch.Tensor) -> int:
-    """The counter of in-place changes; -1 for an inference tensor, which has none."""
+    """The counter of in-place changes; NO_VERSION for an inference tensor, which has none."""
     try:
         return tensor._version
     except RuntimeError:
-        return -1
+        return NO_VERSION
 
 
 _read_version = attrgetter("_version")

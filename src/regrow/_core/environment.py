@@ -149,11 +149,13 @@ def _entered(environment: Environment) -> ExitStack:
 
 
 def _enter_autocast(stack: ExitStack, environment: Environment) -> None:
-    # The cache of cast weights is one per thread: what the caller's autocast has cast to another type must not be found
-    # in the replay, nor what the replay casts after it.
-    torch.clear_autocast_cache()
-    stack.callback(torch.clear_autocast_cache)
+    # Weights that the caller's autocast has cast, perhaps to another type, must not be found in the replay, nor the
+    # replay's own by the caller; and forgetting them would change the last bits of the caller's gradients.
     on_cpu, cpu_dtype, cache, *_ = environment.surroundings
+    cache = cache and not (compat.inside_autocast() and torch.is_autocast_cache_enabled())
+    if cache:
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
     for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
 

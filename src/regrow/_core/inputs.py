@@ -1,59 +1,86 @@
-"""The inputs of a call, held from forward to the last replay as autograd would hold them. Must never copy one."""
+"""The inputs of a call, held from forward to the last replay as autograd holds them. Copies inference tensors only."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from regrow._core import compat
 from regrow._core.faults import InputChangedError
-from regrow._core.trees import Template
+from regrow._core.trees import Template, sharing_memory
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Inputs:
     """The tensors of a call and the template to put them back into.
 
     Under saved-tensor hooks (``save_on_cpu``, a surrounding checkpoint) the tensors are saved through them, like any
-    tensor a node saves; without hooks they are held with their version, to notice an in-place change.
+    tensor a node saves. What the hooks do not copy, and every tensor without hooks, is held with its version, to notice
+    an in-place change. Inference tensors have no version, so a copy of them is held.
 
     Memory: holds the tensors, or what the hooks made of them, until the frame dies.
     """
 
-    __slots__ = ("_changed", "_held", "_template", "_versions")
+    __slots__ = ("_changed", "_held", "_places", "_requires_grad", "_saved", "_template", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], template: Template) -> None:
         self._template = template
-        self._held: list[Any] = tensors
-        self._versions: list[int] | None = None
-        self._changed: tuple[list[str], list[str]] | None = None
-        if compat.surrounding_hooks() is None:
+        self._versions = compat.versions_of(tensors)
+        if compat.NO_VERSION in self._versions:
+            tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
             self._versions = compat.versions_of(tensors)
-        else:
-            self._held = [compat.save_tensor(tensor) for tensor in tensors]
+        self._held = tensors
+        self._requires_grad = list(map(_requires_grad, tensors))
+        self._changed: tuple[list[str], list[str]] | None = None
+        # Set under hooks: what they made of each tensor, and which tensors of the call are held as they are.
+        self._saved: list[Any] | None = None
+        self._places: list[int] = []
+        if compat.surrounding_hooks() is not None:
+            self._save_through_hooks(tensors)
 
     def check_after_forward(self) -> None:
         """Drop inputs that forward itself overwrote: no replay can start from them any more.
 
         Such an input belongs to the graph that holds the call; holding it would be a cycle that nothing collects.
         """
-        if self._versions is not None and compat.versions_of(self._held) != self._versions:
-            self._changed = self._what_changed(self._versions)
-            self._held = []
+        if compat.versions_of(self._held) != self._versions:
+            self._note_change()
 
     def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
-        if self._versions is None:
-            return self._template.fill([saved.unpack() for saved in self._held])
         if self._changed is None and compat.versions_of(self._held) != self._versions:
-            self._changed = self._what_changed(self._versions)
+            self._note_change()
         if self._changed is not None:
             raise InputChangedError(label, *self._changed)
-        return self._template.fill(self._held)
+        tensors = self._held if self._saved is None else [saved.unpack() for saved in self._saved]
+        if list(map(_requires_grad, tensors)) != self._requires_grad:
+            # Frozen or thawed since: the graph of forward does not change, so the replay records what forward did.
+            tensors = list(map(_with_requires_grad, tensors, self._requires_grad))
+        return self._template.fill(tensors)
 
-    def _what_changed(self, then: list[int]) -> tuple[list[str], list[str]]:
-        now = compat.versions_of(self._held)
-        names = self._template.names(len(now))
+    def _save_through_hooks(self, tensors: list[torch.Tensor]) -> None:
+        self._saved, self._held = [], []
+        for index, tensor in enumerate(tensors):
+            saved, packed = compat.save_tensor(tensor)
+            self._saved.append(saved)
+            alias = sharing_memory(packed, tensor)
+            if alias is not None:
+                self._places.append(index)
+                self._held.append(alias)
+        self._versions = compat.versions_of(self._held)
+
+    def _note_change(self) -> None:
+        then, now = self._versions, compat.versions_of(self._held)
+        places = range(len(now)) if self._saved is None else self._places
+        names = self._template.names(len(now) if self._saved is None else len(self._saved))
         moved = [index for index in range(len(now)) if now[index] != then[index]]
         details = [f"version {then[index]} before forward, {now[index]} now" for index in moved]
-        return [names[index] for index in moved], details
+        self._changed = [names[places[index]] for index in moved], details
+        self._held, self._versions, self._saved = [], [], None
+
+
+def _with_requires_grad(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+    return tensor if tensor.requires_grad == wanted else tensor.detach().requires_grad_(wanted)

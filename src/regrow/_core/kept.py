@@ -13,24 +13,27 @@ from weakref import ref
 import torch
 
 from regrow._core import compat
+from regrow._core.trees import sharing_memory
 
 
 class KeptTensor:
     """One kept tensor: an alias with its version, or what the surrounding saved-tensor hooks made of it."""
 
-    __slots__ = ("_hooks", "_value", "_version")
+    __slots__ = ("_hooks", "_value", "_version", "_watched")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.Hooks | None) -> None:
         self._hooks = hooks
         self._set(compat.alias(tensor))
 
     def _set(self, tensor: torch.Tensor) -> None:
-        self._version = compat.version_of(tensor)
         self._value: Any = tensor if self._hooks is None else self._hooks[0](tensor)
+        # None where hooks copied: that is protected, or theirs to keep.
+        self._watched = tensor if self._hooks is None else sharing_memory(self._value, tensor)
+        self._version = compat.version_of(tensor)
 
     def intact(self) -> bool:
-        """Whether the value is still what it was; what hooks packed is protected, or theirs to keep."""
-        return self._hooks is not None or compat.version_of(self._value) == self._version
+        """Whether the value is still what it was."""
+        return self._watched is None or compat.version_of(self._watched) == self._version
 
     def read(self) -> torch.Tensor:
         """A fresh alias."""

@@ -8,6 +8,7 @@ the function raised
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum, IntEnum, auto
 
 
@@ -45,18 +46,27 @@ class Replay:
         refusal: what must end it while it runs, even if user code swallows that.
         transforms: the level of torch.func transforms at which it runs.
         watch: keeps a weak reference to the end of a graph task alive.
+        outer: the replay inside which this one runs, or inside which its call was made; None outside any.
     """
 
-    __slots__ = ("label", "reason", "refusal", "scheduled", "state", "transforms", "watch")
+    __slots__ = ("label", "outer", "reason", "refusal", "scheduled", "state", "transforms", "watch")
 
-    def __init__(self, label: str, *, scheduled: bool) -> None:
+    def __init__(self, label: str, *, scheduled: bool, outer: Replay | None = None) -> None:
         self.label = label
         self.scheduled = scheduled
+        self.outer = outer
         self.state = State.RUNNING
         self.reason: Reason | None = None
         self.refusal: BaseException | None = None
         self.transforms = 0
         self.watch: object = None
+
+    def around(self) -> Iterator[Replay]:
+        """The replays around this one, itself first."""
+        here: Replay | None = self
+        while here is not None:
+            yield here
+            here = here.outer
 
     def advance(self, state: State, reason: Reason | None = None) -> None:
         """Make a legal move; an illegal one raises and changes nothing."""

@@ -7,9 +7,9 @@ A session knows frames as something with ``bound`` and ``release``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Hashable
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
 from weakref import WeakSet, WeakValueDictionary
 
 from regrow._core import replaying
@@ -56,24 +56,35 @@ _sessions: WeakValueDictionary[Hashable, Session] = WeakValueDictionary()
 _current: ContextVar[Context | None] = ContextVar("regrow_session", default=None)
 
 
-@contextmanager
-def opened(session_id: Hashable, *, retain: bool) -> Iterator[None]:
-    """Open a context: frames of the session read its values until the context is left."""
-    outer = _current.get()
-    if outer is not None and outer.session.id != session_id:
-        raise ValueError(
-            f"session_id: recompute_session_ctx({session_id!r}) inside recompute_session_ctx({outer.session.id!r}); "
-            "contexts nest only with the same id. Leave the outer context first."
-        )
-    with _control:
-        session = _sessions.setdefault(session_id, Session(session_id))
-        context = Context(session, retain=retain)
-        session.contexts.append(context)
-        _activate_all(session)
-    token = _current.set(context)
-    try:
-        yield
-    finally:
+class Opened(ContextDecorator):
+    """Open a context: frames of the session read its values until the context is left. May be entered again."""
+
+    def __init__(self, session_id: Hashable, *, retain: bool) -> None:
+        self._id = session_id
+        self._retain = retain
+        self._open: list[tuple[Context, Token[Context | None]]] = []
+
+    def _recreate_cm(self) -> Opened:
+        """Every call of a function that this decorates has a context of its own."""
+        return Opened(self._id, retain=self._retain)
+
+    def __enter__(self) -> None:
+        outer = _here()
+        if outer is not None and outer.session.id != self._id:
+            raise ValueError(
+                f"session_id: recompute_session_ctx({self._id!r}) inside recompute_session_ctx({outer.session.id!r}); "
+                "contexts nest only with the same id. Leave the outer context first."
+            )
+        with _control:
+            session = _sessions.setdefault(self._id, Session(self._id))
+            context = Context(session, retain=self._retain)
+            session.contexts.append(context)
+            _activate_all(session)
+        self._open.append((context, _current.set(context)))
+
+    def __exit__(self, *error: object) -> None:
+        context, token = self._open.pop()
+        session = context.session
         with _control:
             session.contexts.remove(context)
             _activate_all(session)
@@ -82,7 +93,7 @@ def opened(session_id: Hashable, *, retain: bool) -> Iterator[None]:
 
 def bind_new(frame: Frame) -> None:
     """A call made inside a context belongs to its session, unless a replay makes it."""
-    context = _current.get()
+    context = _here()
     if context is None or replaying.thread.replay is not None:
         return
     with _control:
@@ -91,7 +102,7 @@ def bind_new(frame: Frame) -> None:
 
 def refuse_busy(frame: Frame, session_id: Hashable) -> None:
     """Refuse a prefire where it may not stand, and one for a frame that another session holds."""
-    context = _current.get()
+    context = _here()
     if context is not None and context.session.id != session_id:
         raise ValueError(
             f"session_id: recompute_handle(..., {session_id!r}) inside recompute_session_ctx"
@@ -129,7 +140,7 @@ def unbind(frame: Frame, session: Session) -> None:
 
 def refuse_foreign_context(frame: Frame) -> None:
     """A frame that one session holds cannot serve a backward in the context of another. Not for the hot path."""
-    context = _current.get()
+    context = _here()
     bound = frame.bound
     if context is not None and bound is not None and bound is not context.session:
         raise FrameBusyError(frame.label, bound.id, context.session.id)
@@ -149,6 +160,12 @@ def clear(session_id: Hashable) -> None:
     for frame in frames:
         frame.release(session, Reason.CLEARED)
         frame.forget()
+
+
+def _here() -> Context | None:
+    """The open context around this code. A copy of a thread's or a task's variables may name one that was left."""
+    context = _current.get()
+    return context if context is not None and context in context.session.contexts else None
 
 
 def _bind(frame: Frame, session: Session) -> None:

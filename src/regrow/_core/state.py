@@ -1,222 +1,219 @@
-"""State that a forward reads and changes: buffers, train and eval mode, parameters, generators. Right, or refused.
+"""State that a forward reads and changes: buffers, modes, parameters, captured tensors, generators. Right, or refused.
 
     forward    note versions, keep small buffers as they are  ->  function  ->  note what it changed
     replay     begin with forward's values  ->  function  ->  put back what was there
 
-A buffer is put in place of the module's own for the time of a replay, so the module's tensor is never written and its
-version never moves. A parameter or a captured tensor that was changed since is refused: its old value is gone.
+What a parameter or a captured tensor was before it was changed is gone: a replay that reads it is refused (`watch`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
-from regrow._core import compat
-from regrow._core.copies import copies
+from regrow._core import buffers, compat, turns
+from regrow._core.buffers import Buffer, Buffers
 from regrow._core.faults import StateChangedError
-from regrow._core.reach import Reach
-
-# Up to this size a buffer is copied in every forward and put in place in every replay, changed or not: kernels such as
-# batch normalisation write buffers without moving their version. Larger ones are kept only if a forward changes them.
-SMALL_BYTES = 64 * 1024
-
-_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+from regrow._core.lifecycle import Replay
+from regrow._core.reach import Reach, reach
+from regrow._core.watch import Watch
 
 _training = attrgetter("training")
-
-# Large buffers that a forward was seen to leave alone or to change, by module, name and mode.
-_changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
-
-
-class Buffer:
-    """One buffer at the beginning of forward.
-
-    Attributes:
-        tensor: the module's own tensor, and its version, first before forward, then after it.
-        start: a copy from before forward; None if none was taken, or none is needed.
-        always: whether a replay begins with the copy without asking.
-        changed: whether forward changed it.
-    """
-
-    __slots__ = ("always", "changed", "module", "name", "start", "tensor", "version")
-
-    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        self.module = module
-        self.name = name
-        self.tensor = tensor
-        self.version = compat.version_of(tensor)
-        self.always = tensor.numel() * tensor.element_size() <= SMALL_BYTES or isinstance(module, _NORMS)
-        self.changed = False
-        self.start: torch.Tensor | None = None
-
-    def is_kept(self) -> bool:
-        """Whether to copy it before forward."""
-        return self.always or _changes.get(self.module, {}).get((self.name, self.module.training), True)
-
-    def after_forward(self) -> None:
-        """Note whether forward changed it; a large one that it left alone is not kept, now and from now on."""
-        now = self.module._buffers.get(self.name)
-        self.changed = self.moved()
-        if now is not None:
-            self.tensor = now
-            self.version = compat.version_of(now)
-        if not self.always:
-            _changes.setdefault(self.module, {})[self.name, self.module.training] = self.changed
-            if not self.changed:
-                self.start = None
-
-    def needs_start(self) -> bool:
-        """Whether a replay must begin with the copy from before forward."""
-        return self.always or self.changed or self.moved()
-
-    def moved(self) -> bool:
-        """Whether the module has another tensor there, or the tensor another version, than last noted."""
-        now = self.module._buffers.get(self.name)
-        return now is not self.tensor or compat.version_of(self.tensor) != self.version
+_requires_grad = attrgetter("requires_grad")
 
 
 class State:
     """What one call reaches, as it was in forward.
 
-    Memory: holds copies of small buffers, and of large ones that forward changes, until the graph of the call dies.
+    Memory: holds modules and parameters, copies of small buffers, and of large ones that forward changes, until the
+    graph of the call dies. Captured tensors are held by the function alone.
     """
 
     __slots__ = (
         "_buffers",
-        "_fixed",
+        "_captured",
         "_generators",
         "_modes",
         "_modules",
         "_names",
+        "_opaque",
+        "_own",
         "_parameters",
-        "_reached",
+        "_requires_grad",
         "_versions",
     )
 
-    def __init__(self, reached: Reach) -> None:
+    def __init__(self, reached: Reach, opaque: tuple[Any, ...]) -> None:
         # A function may reach a whole model: lists and one pass each, and no names before one is needed.
-        self._reached = reached
+        self._opaque = opaque
+        self._names = reached.names
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
-        # Which buffers there were, a None among them; forward may fill it, add some, or take some away.
-        # By identity: a module may define equality by value, or no hash.
-        self._names = {id(module): dict(module._buffers) for module in self._modules if module._buffers}
-        self._buffers = [
-            Buffer(module, name, tensor)
-            for module in self._modules
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        ]
-        kept = [buffer for buffer in self._buffers if buffer.is_kept()]
-        for buffer, copy in zip(kept, copies([buffer.tensor for buffer in kept]) if kept else (), strict=True):
-            buffer.start = copy
+        self._buffers = Buffers(self._modules)
         self._parameters = _parameters(self._modules)
-        self._fixed = [*(tensor for _, tensor in reached.tensors.values()), *self._parameters]
-        self._versions = compat.versions_of(self._fixed)
+        self._requires_grad = list(map(_requires_grad, self._parameters))
+        self._versions = compat.versions_of(self._parameters)
+        # Weakly: forward may write its result into one, and the result's graph holds the frame that holds this.
+        self._captured = [
+            (ref(tensor), compat.version_of(tensor), tensor.requires_grad) for _, tensor in reached.tensors.values()
+        ]
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
+        self._own: set[int] = set()
 
     def after_forward(self) -> None:
-        """Note what forward changed. A captured tensor that forward itself writes is the user's own state."""
-        for buffer in self._buffers:
-            buffer.after_forward()
-        now = compat.versions_of(self._fixed)
-        if now != self._versions:
-            kept = [index for index in range(len(now)) if now[index] == self._versions[index]]
-            self._fixed = [self._fixed[index] for index in kept]
-            self._versions = [self._versions[index] for index in kept]
+        """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
+        self._buffers.after_forward()
+        self._own = set(map(id, self._changed()))
 
-    def begin(self, label: str, *, complete: bool) -> Begun:
-        """Make everything as forward found it; StateChangedError, before anything is touched, where that is gone.
+    def begin(self, replay: Replay, function: Callable[..., Any], *, complete: bool) -> Begun:
+        """Make everything as forward found it.
 
         Args:
-            label: the call.
+            replay: waits for its turn with what it changes.
+            function: what it will run.
             complete: whether forward has returned; in its middle, what was written was written by itself.
+
+        Raises:
+            StateChangedError: a name stands for another module now. What else was changed is watched.
         """
-        stale = [buffer for buffer in self._buffers if buffer.needs_start()]
-        lost = self._lost() if complete else []
-        lost += [buffer.tensor for buffer in stale if buffer.start is None]
-        rebound = self._reached.rebound() if complete else []
-        if lost or rebound:
-            raise StateChangedError(label, self._names_of(lost), rebound)
-        begun = Begun(self._modules, [(generator, generator.get_state()) for generator, _ in self._generators])
-        self._place_buffers(stale, begun)
-        if begun.modes != self._modes:
-            for module, training in zip(self._modules, self._modes, strict=True):
-                module.training = training
-        for generator, state in self._generators:
-            generator.set_state(state)
+        everything = turns.any_taken() or list(map(_training, self._modules)) != self._modes
+        wanted = map(id, self._modules) if everything else self._buffers.owners()
+        begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
+        try:
+            stale = self._buffers.stale()
+            gone = (buffer.here() for buffer in stale if buffer.start is None)
+            lost = [tensor for tensor in gone if tensor is not None]
+            if complete:
+                begun.watch = self._watch(replay, function, lost)
+            self._set(begun, stale)
+        except BaseException:
+            begun.put_back()
+            raise
         return begun
 
-    def _place_buffers(self, stale: list[Buffer], begun: Begun) -> None:
-        starts = [buffer.start for buffer in stale if buffer.start is not None]
-        placed = copies(starts) if starts else []
-        for module in self._modules:
-            if module._buffers or id(module) in self._names:
-                begun.buffers.append((module, dict(module._buffers)))
-                module._buffers.clear()
-                module._buffers.update(self._names.get(id(module), {}))
-        for buffer, tensor in zip(stale, placed, strict=True):
-            buffer.module._buffers[buffer.name] = tensor
+    def _set(self, begun: Begun, stale: list[Buffer]) -> None:
+        begun.buffers = self._buffers.place(stale)
+        if begun.modes != self._modes:
+            _set_modes(self._modules, self._modes)
+        if begun.requires_grad != self._requires_grad:
+            begun.switched += _switch(self._parameters, self._requires_grad)
+        for place, _, requires_grad in self._captured:
+            tensor = place()
+            if tensor is not None and tensor.requires_grad != requires_grad:
+                begun.switched += _switch([tensor], [requires_grad])
+        begun.generators = [(generator, generator.get_state()) for generator, _ in self._generators]
+        for generator, state in self._generators:
+            generator.set_state(state)
 
-    def _lost(self) -> list[torch.Tensor]:
-        now = compat.versions_of(self._fixed)
-        moved = []
+    def _watch(self, replay: Replay, function: Callable[..., Any], lost: list[torch.Tensor]) -> Watch | None:
+        changed = [tensor for tensor in self._changed() if id(tensor) not in self._own] + self._replaced() + lost
+        rebound = self._rebound(replay, function) if self._names else []
+        if not changed and not rebound:
+            return None
+        names = _names_of(changed, reach(function, self._opaque))
+        return Watch(replay, list(zip(names, changed, strict=True)), rebound)
+
+    def _changed(self) -> list[torch.Tensor]:
+        """Parameters and captured tensors that have another version than before forward."""
+        now = compat.versions_of(self._parameters)
+        changed: list[torch.Tensor] = []
         if now != self._versions:
-            moved = [self._fixed[index] for index in range(len(now)) if now[index] != self._versions[index]]
-        here = _parameters(self._modules)
-        if list(map(id, here)) != list(map(id, self._parameters)):
-            there = set(map(id, here))
-            # Sharded parameters are swapped for whole ones and back by whoever shards them.
-            moved += [p for p in self._parameters if id(p) not in there and type(p) is nn.Parameter]
-        node = compat.current_node() if moved else None
-        if node is None:
-            return moved
-        # A function may reach a whole model and use one block of it; what an optimiser that steps in the middle of
-        # backward has changed so far lies above. What the function used lies below the node that asks.
-        below = compat.parameters_below(node)
-        return [tensor for tensor in moved if not tensor.requires_grad or id(tensor) in below]
+            changed += [self._parameters[index] for index in range(len(now)) if now[index] != self._versions[index]]
+        for place, version, _ in self._captured:
+            tensor = place()
+            if tensor is not None and compat.version_of(tensor) != version:
+                changed.append(tensor)
+        return changed
 
-    def _names_of(self, tensors: list[torch.Tensor]) -> list[str]:
-        known = {id(tensor): name for name, tensor in self._reached.tensors.values()}
-        for path, module in self._reached.modules.values():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                known.setdefault(id(tensor), f"{path}.{name}" if path else name)
-        return [known.get(id(tensor), "a tensor that was replaced since") for tensor in tensors]
+    def _replaced(self) -> list[torch.Tensor]:
+        """Parameters that stand where forward had others."""
+        here = _parameters(self._modules)
+        ids = list(map(id, here))
+        if ids == list(map(id, self._parameters)):
+            return []
+        there, now = set(map(id, self._parameters)), set(ids)
+        # Sharded parameters are swapped for whole ones and back by whoever shards them.
+        if all(type(p) is not nn.Parameter for p in self._parameters if id(p) not in now):
+            return []
+        return [p for p in here if id(p) not in there]
+
+    def _rebound(self, replay: Replay, function: Callable[..., Any]) -> list[tuple[str, torch.Tensor]]:
+        """Names that stand for other tensors now: variables of outer functions, globals that were set anew.
+
+        A name that the function itself sets is the user's own state.
+        """
+        again = reach(function, self._opaque)
+        now = {} if again is None else {name: place() for name, place in again.names.items()}
+        then = {name: place() for name, place in self._names.items()}
+        own = frozenset() if again is None else again.own()
+        other = [
+            name
+            for name in {**then, **now}
+            if name not in own and (now.get(name) is None or now.get(name) is not then.get(name))
+        ]
+        refused = [name for name in other if not isinstance(now.get(name), torch.Tensor)]
+        if refused:
+            raise StateChangedError(replay.label, [], refused)
+        return [(name, tensor) for name, tensor in now.items() if name in other and isinstance(tensor, torch.Tensor)]
 
 
 class Begun:
-    """What a replay found and has to put back."""
+    """What a replay found and has to put back.
 
-    __slots__ = ("buffers", "generators", "modes", "modules")
+    Attributes:
+        watch: to enter around the function if something it reaches was changed since forward.
+    """
 
-    def __init__(self, modules: list[nn.Module], generators: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    __slots__ = ("_turn", "buffers", "generators", "modes", "modules", "requires_grad", "switched", "watch")
+
+    def __init__(self, turn: tuple[int, ...], modules: list[nn.Module], parameters: list[torch.Tensor]) -> None:
+        self._turn = turn
         self.modules = modules
         self.modes = list(map(_training, modules))
-        self.generators = generators
-        self.buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+        self.requires_grad = list(map(_requires_grad, parameters))
+        self.switched: list[tuple[torch.Tensor, bool]] = []
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.buffers: buffers.Found = []
+        self.watch: Watch | None = None
 
     def put_back(self) -> None:
         """The replay has ended, one way or the other."""
-        for module, found in self.buffers:
-            module._buffers.clear()
-            module._buffers.update(found)
+        buffers.put_back(self.buffers)
         if list(map(_training, self.modules)) != self.modes:  # forward's, or switched by a function that stopped
-            for module, training in zip(self.modules, self.modes, strict=True):
-                module.training = training
+            _set_modes(self.modules, self.modes)
+        for tensor, requires_grad in self.switched:
+            tensor.requires_grad_(requires_grad)
         for generator, state in self.generators:
             generator.set_state(state)
+        turns.give_back(self._turn)
+
+
+def _names_of(tensors: list[torch.Tensor], reached: Reach | None) -> list[str]:
+    known = {} if reached is None else {id(tensor): name for name, tensor in reached.tensors.values()}
+    for path, module in () if reached is None else reached.modules.values():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            known.setdefault(id(tensor), f"{path}.{name}" if path else name)
+    return [known.get(id(tensor), "a tensor that it no longer reaches") for tensor in tensors]
+
+
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    for module, training in zip(modules, modes, strict=True):
+        module.training = training
+
+
+def _switch(tensors: list[torch.Tensor], wanted: list[bool]) -> list[tuple[torch.Tensor, bool]]:
+    """Freeze or thaw leaves; return what to put back."""
+    switched: list[tuple[torch.Tensor, bool]] = []
+    for tensor, requires_grad in zip(tensors, wanted, strict=True):
+        if tensor.requires_grad != requires_grad and tensor.is_leaf:
+            switched.append((tensor, tensor.requires_grad))
+            tensor.requires_grad_(requires_grad)
+    return switched
 
 
 def _parameters(modules: list[nn.Module]) -> list[torch.Tensor]:
@@ -228,12 +225,17 @@ def _parameters(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 
 def _modules(reached: Reach) -> list[nn.Module]:
-    found = [module for _, module in reached.modules.values()]
+    found = [module for _, module in reached.modules.values() if _is_plain(module)]
     seen = set(map(id, found))
     for module in found:  # grows while it is walked
         if module._modules:
             for child in module._modules.values():
-                if child is not None and id(child) not in seen:
+                if child is not None and id(child) not in seen and _is_plain(child):
                     seen.add(id(child))
                     found.append(child)
     return found
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's parameters and buffers are Python's; those of a scripted one are behind C++."""
+    return type(module._buffers) is dict

@@ -7,6 +7,7 @@ apart; everything else is kept as it is, tensors inside it included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found.tensors
 
 
+def sharing_memory(value: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor in a value that lies in the memory of another: what a hook that copies nothing answers with."""
+    storage = compat.storage_key(tensor)
+    for found in tensors_in(value):
+        if found is tensor or (storage is not None and compat.storage_key(found) == storage):
+            return found
+    return None
+
+
 class _Found:
     """What lies in the arguments of one call, while they are taken apart."""
 
@@ -139,16 +149,23 @@ def _open(kind: type, value: Any) -> tuple[Branch, list[Any]] | None:
         branch.keys = list(value)
         return branch, list(value.values())
     if issubclass(kind, tuple) and hasattr(kind, "_make") and hasattr(kind, "_fields"):
+        if getattr(value, "__dict__", None):
+            return None  # a subclass with attributes, which its fields do not bring back
         branch = Branch(kind, [f".{name}" for name in value._fields])
         branch.build = kind._make
         return branch, list(value)
     if kind is list or kind is tuple:
         return Branch(kind, [f"[{index}]" for index in range(len(value))]), list(value)
     node = compat.container_node(kind)
-    if node is None:
-        return None
-    take_apart, put_together = node
+    return None if node is None else _open_registered(kind, value, *node)
+
+
+def _open_registered(
+    kind: type, value: Any, take_apart: Callable[..., Any], put_together: Callable[..., Any]
+) -> tuple[Branch, list[Any]] | None:
     children, context = take_apart(value)
+    if is_dataclass(kind) and len(children) < len(fields(kind)):
+        return None  # registered without some of its fields, which would be lost
     branch = Branch(kind, [f"[{index}]" for index in range(len(children))])
     branch.build = partial(_put_together, put_together, context)
     return branch, list(children)

@@ -38,6 +38,7 @@ def run(
         outer.refusal = NestedFrameError(label, outer.label)
         raise outer.refusal
     frame = _frame(function, label, args, kwargs, options)
+    frame.outer = outer
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
@@ -66,7 +67,7 @@ def _frame(
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
     reached = reach(function, template.opaque)
     if reached is not None:
-        frame.state = State(reached)
+        frame.state = State(reached, template.opaque)
     return frame
 
 

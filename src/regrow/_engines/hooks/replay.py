@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow._core import compat, replaying
+from regrow._core.closures import Closure, closure_of
 from regrow._core.environment import Environment
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
@@ -20,6 +21,7 @@ from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
 from regrow._core.session import Session
 from regrow._core.state import State as ReachedState
+from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
@@ -49,12 +51,15 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
+        closure: what the function closes over; None if nothing.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
+        outer: the replay that made this call; None for a call of forward.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
 
     __slots__ = (
+        "closure",
         "compares",
         "contexts",
         "early_stop",
@@ -63,6 +68,7 @@ class HooksFrame(Frame):
         "inputs",
         "kept",
         "log",
+        "outer",
         "saved",
         "state",
     )
@@ -80,11 +86,15 @@ class HooksFrame(Frame):
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
+        self.closure: Closure | None = closure_of(function)
         self.state: ReachedState | None = None
+        self.outer: Replay | None = None
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
         self.inputs.check_after_forward()
+        if self.closure is not None:
+            self.closure.after_forward()
         if self.state is not None:
             self.state.after_forward()
         self.complete = True
@@ -105,7 +115,8 @@ class HooksFrame(Frame):
         stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
         refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
-        replay = self.replays[owner] = Replay(self.label, scheduled=scheduled)
+        outer = replaying.thread.replay or self.outer
+        replay = self.replays[owner] = Replay(self.label, scheduled=scheduled, outer=outer)
         log = None if self.log is None else OperatorLog()
         try:
             self._execute(replay, refill, log)
@@ -132,41 +143,49 @@ class HooksFrame(Frame):
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         args, kwargs = self.inputs.bring_back(self.label)
-        begun = None if self.state is None else self.state.begin(self.label, complete=self.complete)
+        function = self.function if self.closure is None else self.closure.as_then()
+        begun = None if self.state is None else self.state.begin(replay, function, complete=self.complete)
+        watch = None if begun is None else begun.watch
         thread = replaying.thread
-        outer, thread.replay = thread.replay, replay
+        around, thread.replay = thread.replay, replay
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         try:
             with self.environment.restored():
-                self._call(refill, log, args, kwargs)
+                self._call(function, args, kwargs, refill, _contexts(self.contexts, watch, log), watch)
         finally:
-            thread.replay = outer
+            thread.replay = around
             if begun is not None:
                 begun.put_back()
         if replay.refusal is not None:
             raise replay.refusal
 
-    def _call(self, refill: Refill, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        refill: Refill,
+        contexts: tuple[AbstractContextManager[Any], ...],
+        watch: Watch | None,
+    ) -> None:
         modes = compat.function_mode_count()
-        compat.push_hooks(refill.pack_hook(), _as_packed)
+        pack = refill.pack_hook()
+        compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
         try:
-            if log is None and not self.contexts:
-                self.function(*args, **kwargs)
+            if contexts:
+                with ExitStack() as stack:
+                    for context in contexts:
+                        stack.enter_context(context)
+                    function(*args, **kwargs)
             else:
-                self._call_in_contexts(log, args, kwargs)
+                function(*args, **kwargs)
         except Stop:
             pass
         finally:
             compat.pop_hooks()
             if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
                 compat.swap_function_modes(modes, ())
-
-    def _call_in_contexts(self, log: OperatorLog | None, args: list[Any], kwargs: dict[str, Any]) -> None:
-        with ExitStack() as stack:
-            for context in self.contexts if log is None else (*self.contexts, log):
-                stack.enter_context(context)
-            self.function(*args, **kwargs)
 
     def _check(self, refill: Refill, log: OperatorLog | None) -> None:
         forward, replay = len(self.saved), refill.count()
@@ -180,6 +199,15 @@ class HooksFrame(Frame):
                 differences=refill.differences,
                 logs=None if log is None or self.log is None else (self.log, log),
             )
+
+
+def _contexts(
+    contexts: tuple[AbstractContextManager[Any], ...], watch: Watch | None, log: OperatorLog | None
+) -> tuple[AbstractContextManager[Any], ...]:
+    """What to enter around a replay, outermost first: the watch sees what really runs."""
+    if watch is not None:
+        contexts = (watch, *contexts)
+    return contexts if log is None else (*contexts, log)
 
 
 def _as_packed(value: Any) -> Any:

@@ -1,0 +1,268 @@
+"""Like C1 and C3: kinds of modules, and what they carry: scripted, lazy, buffers that need gradients, odd layouts."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import regrow
+
+
+def test_a_scripted_part_keeps_its_buffers_to_itself(engine, anywhere):
+    """Rule 24: what lies behind the script interpreter is not looked at, and does not stand in the way."""
+    with pytest.warns(DeprecationWarning, match="script"):
+        part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
+    layer = nn.Linear(4, 4)
+    x, y = (torch.linspace(-1, 1, 12).view(3, 4).requires_grad_() for _ in range(2))
+
+    def function(x):
+        return layer(part(x)).sin()
+
+    function(x).exp().sum().backward()
+    want = [p.grad for p in part.parameters()]
+    part.zero_grad()
+    loss = engine.checkpoint(function, y).exp().sum()
+    anywhere(loss.backward)
+    # The interpreter compiles as it goes: the last bit may differ between its first runs.
+    torch.testing.assert_close([y.grad, *(p.grad for p in part.parameters())], [x.grad, *want])
+
+
+def test_lazy_modules_see_their_first_input_in_forward(same_in_any_way):
+    """Rule 24: parameters and buffers that do not exist yet; statistics move once in the first step, too."""
+
+    def program(run):
+        model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh())
+        found = []
+        for _ in range(2):
+            x = torch.randn(3, 5, requires_grad=True)
+            run.backward(run(model, x).exp().sum())
+            found.append(x.grad)
+        return found, [p.grad for p in model.parameters()], dict(model.state_dict())
+
+    same_in_any_way(program)
+
+
+class Carried(nn.Module):
+    """A buffer that needs a gradient."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.register_buffer("state", make())
+
+    def forward(self, x):
+        return (x * self.state).sin().exp()
+
+
+def test_a_buffer_that_needs_a_gradient(same_in_any_way):
+    """Rule 24: the replay records as much as forward did, and the gradient goes to the buffer itself."""
+
+    def program(run):
+        model, x = Carried(lambda: torch.randn(4, requires_grad=True)), torch.randn(4, requires_grad=True)
+        run.backward(run(model, x).sum())
+        return x.grad, model.state.grad
+
+    same_in_any_way(program)
+
+
+class Recurrent(nn.Module):
+    """Keeps its own result as a buffer, from one call to the next."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.detach = detach
+        self.register_buffer("state", torch.ones(4))
+
+    def forward(self, x):
+        h = (x * self.state).sin()
+        self.state = h.detach() if self.detach else h
+        return h.exp()
+
+
+def test_a_buffer_that_carries_the_graph_from_call_to_call(same_in_any_way):
+    """Rule 24: backpropagation through time; each replay starts from the state its own call found."""
+
+    def program(run):
+        model, x = Recurrent(False), torch.randn(4, requires_grad=True)
+        losses = [run(model, x).sum() for _ in range(3)]
+        run.backward(sum(losses))
+        return x.grad, model.state.detach()
+
+    same_in_any_way(program)
+
+
+def test_a_buffer_that_forward_writes_in_place_although_it_has_a_graph(same_in_any_way):
+    """Rule 24: the copy in its place is no leaf, as the buffer is none."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.ones(4, requires_grad=True) * 1)
+
+        def forward(self, x):
+            self.state.mul_(x)
+            return (self.state * x).sin()
+
+    def program(run):
+        model, x = Writes(), torch.randn(4, requires_grad=True)
+        run.backward(run(model, x).sum())
+        return x.grad, model.state.detach()
+
+    same_in_any_way(program)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_results_that_become_buffers_are_collected(engine, detach):
+    """Rule 12: the frame of a step does not hold the result that holds the frame."""
+    alive, model = [], Recurrent(detach)
+
+    def step():
+        model.state = torch.ones(4)
+        out = engine.checkpoint(model, torch.randn(4, requires_grad=True))
+        alive.append(StorageWeakRef(model.state.untyped_storage()))
+        out.sum().backward()
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        model.state = torch.ones(4)
+        assert all(storage.expired() for storage in alive)
+    finally:
+        gc.enable()
+
+
+LAYOUTS = {
+    "expanded": lambda: torch.randn(1, 4).expand(300, 4),
+    "part of a large one": lambda: torch.randn(10**6)[5:1205].view(300, 4),
+    "transposed": lambda: torch.randn(4, 300).t(),
+    "every other": lambda: torch.randn(600, 4)[::2],
+    "empty": lambda: torch.empty(0, 4),
+    "one number": lambda: torch.tensor(2.0),
+    "complex": lambda: torch.randn(300, 4, dtype=torch.complex64).conj(),
+    "channels last": lambda: torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+}
+
+
+class Reads(nn.Module):
+    def __init__(self, buffers):
+        super().__init__()
+        for index, buffer in enumerate(buffers):
+            self.register_buffer(f"b{index}", buffer)
+
+    def forward(self, x):
+        seen = [(buffer.stride(), buffer.storage_offset() * 0) for buffer in self.buffers()]
+        total = sum((buffer * x).abs().sum() for buffer in self.buffers())
+        return total.sin() * x, seen
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_buffers_of_any_layout(same_in_any_way, name):
+    """Rule 24: a copy has the strides of what it stands for."""
+
+    def program(run):
+        model, x = Reads([LAYOUTS[name]()]), torch.randn((), requires_grad=True)
+        out, seen = run(model, x)
+        run.backward(out)
+        return x.grad, seen
+
+    same_in_any_way(program)
+
+
+def test_a_copy_takes_no_more_than_what_is_seen(engine):
+    """Rule 24: of a storage of megabytes, two buffers see a few hundred bytes; an expanded one is not spelled out."""
+    base = torch.randn(10**6)
+    model = Reads([base[8:24], base[16:48], torch.ones(1).expand(1000)])
+    x = torch.randn((), requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        out, _ = engine.checkpoint(model, x)
+        out.backward()
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest < 10_000
+
+
+def test_buffers_that_share_memory_share_it_in_the_replay(same_in_any_way):
+    """Rule 24: what is written into one is seen in the other."""
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            base = torch.ones(8)
+            self.register_buffer("all", base)
+            self.register_buffer("part", base[2:6])
+
+        def forward(self, x):
+            self.part.add_(1)
+            return (x * self.all.clone()).sin()
+
+    def program(run):
+        model, x = Shares(), torch.randn(8, requires_grad=True)
+        for _ in range(2):
+            run.backward(run(model, x).sum())
+        return x.grad, model.all
+
+    same_in_any_way(program)
+
+
+TOGGLES = {
+    "a weight, off": (True, False),
+    "a weight, on": (False, True),
+}
+
+
+@pytest.mark.parametrize("name", TOGGLES)
+def test_a_parameter_that_is_frozen_or_thawed_between_forward_and_backward(same_in_any_way, name):
+    """Rule 24: the graph of forward does not change, so the replay records with forward's flags."""
+    before, after = TOGGLES[name]
+
+    def program(run):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[0].requires_grad_(before)
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = run(model, x).exp().sum()
+        model[0].requires_grad_(after)
+        run.backward(loss)
+        return x.grad, model[2].weight.grad, [p.requires_grad for p in model.parameters()]
+
+    same_in_any_way(program)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_input_that_is_frozen_or_thawed_between_forward_and_backward(same_in_any_way, before):
+    """Rule 24: as with parameters."""
+
+    def program(run):
+        x, gain = torch.randn(4).requires_grad_(before), torch.randn(4, requires_grad=True)
+        loss = run(lambda x, gain: (x.exp() * gain).sin(), x, gain).sum()
+        x.requires_grad_(not before)
+        run.backward(loss)
+        return gain.grad, x.requires_grad
+
+    same_in_any_way(program)
+
+
+def test_modules_without_hash_and_with_large_buffers(same_in_any_way):
+    """Rule 24: modules are told apart by identity."""
+
+    class Unhashable(nn.Module):
+        __hash__ = None
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(200, 200))
+
+        def __eq__(self, other):
+            return True
+
+        def forward(self, x):
+            return (x * self.table[0, 0]).sin()
+
+    def program(run):
+        one, two, x = Unhashable(), Unhashable(), torch.randn(4, requires_grad=True)
+        for _ in range(2):
+            run.backward(run(lambda x: two(one(x)), x).sum())
+        return x.grad
+
+    same_in_any_way(program)
+    assert not regrow.is_recomputing()
