@@ -12,7 +12,7 @@ import dis
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
@@ -113,13 +113,11 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
     seen: list[Seen] = []
     code = function.__code__
     if function.__closure__ is not None:
-        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if type(value) not in _BORING:
-                seen.append((name, value, not fixed))
+        seen += [
+            (name, value, not fixed)
+            for name, value in zip(code.co_freevars, contents(function), strict=True)
+            if type(value) not in _BORING
+        ]
     if function.__defaults__ or function.__kwdefaults__:
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         seen += [("a default", value, False) for value in defaults if type(value) not in _BORING]
@@ -129,6 +127,29 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
         if type(value) not in _BORING:
             seen.append((name, value, True))
     return seen
+
+
+class Empty:
+    """Stands for the content of a cell that has none."""
+
+
+_EMPTY = Empty()
+
+
+def contents(function: FunctionType) -> list[Any]:
+    """What stands in the cells of a function."""
+    cells = function.__closure__ or ()
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:
+        return [_content(cell) for cell in cells]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
 
 
 @lru_cache(maxsize=4096)

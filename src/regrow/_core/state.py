@@ -30,6 +30,9 @@ _requires_grad = attrgetter("requires_grad")
 class State:
     """What one call reaches, as it was in forward.
 
+    Attributes:
+        own: ids of the parameters and captured tensors that forward itself wrote into.
+
     Memory: holds modules and parameters, copies of small buffers, and of large ones that forward changes, until the
     graph of the call dies. Captured tensors are held by the function alone.
     """
@@ -42,10 +45,10 @@ class State:
         "_modules",
         "_names",
         "_opaque",
-        "_own",
-        "_parameters",
+                "_parameters",
         "_requires_grad",
         "_versions",
+        "own",
     )
 
     def __init__(self, reached: Reach, opaque: tuple[Any, ...]) -> None:
@@ -63,12 +66,12 @@ class State:
             (ref(tensor), compat.version_of(tensor), tensor.requires_grad) for _, tensor in reached.tensors.values()
         ]
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
-        self._own: set[int] = set()
+        self.own: set[int] = set()
 
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self._buffers.after_forward()
-        self._own = set(map(id, self._changed()))
+        self.own = set(map(id, self._changed()))
 
     def begin(self, replay: Replay, function: Callable[..., Any], *, complete: bool) -> Begun:
         """Make everything as forward found it.
@@ -111,7 +114,7 @@ class State:
             generator.set_state(state)
 
     def _watch(self, replay: Replay, function: Callable[..., Any], lost: list[torch.Tensor]) -> Watch | None:
-        changed = [tensor for tensor in self._changed() if id(tensor) not in self._own] + self._replaced() + lost
+        changed = [tensor for tensor in self._changed() if id(tensor) not in self.own] + self._replaced() + lost
         rebound = self._rebound(replay, function) if self._names else []
         if not changed and not rebound:
             return None

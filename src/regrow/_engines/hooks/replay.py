@@ -51,7 +51,7 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
-        closure: what the function closes over; None if nothing.
+        closure: what the function closed over when forward returned; None if nothing.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
         outer: the replay that made this call; None for a call of forward.
 
@@ -86,17 +86,18 @@ class HooksFrame(Frame):
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
-        self.closure: Closure | None = closure_of(function)
+        self.closure: Closure | None = None
         self.state: ReachedState | None = None
         self.outer: Replay | None = None
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
         self.inputs.check_after_forward()
-        if self.closure is not None:
-            self.closure.after_forward()
-        if self.state is not None:
+        if self.state is None:
+            self.closure = closure_of(self.function, ())
+        else:
             self.state.after_forward()
+            self.closure = closure_of(self.function, self.state.own)
         self.complete = True
 
     def prefire(self, session: Session) -> None:
