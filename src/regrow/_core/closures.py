@@ -40,16 +40,18 @@ class Closure:
 
     def __init__(self, function: FunctionType, written: Container[int], depth: int = _DEPTH) -> None:
         self._function = function
-        self._contents = contents(function)
+        self._contents = values = contents(function)
         self._inner: dict[int, Closure] | None = None
-        for index, value in enumerate(self._contents):
-            if type(value) not in _PLAIN:
+        if not _PLAIN.issuperset(map(type, values)):
+            for index, value in enumerate(values):
                 self._note(index, value, written, depth)
 
     def as_then(self) -> FunctionType:
         """The function itself, or one with the same code that sees what forward saw."""
         function = self._function
         now, wanted = contents(function), self._contents
+        if list(map(id, now)) == list(map(id, wanted)) and self._inner is None:
+            return function
         if self._inner is not None:
             wanted = list(wanted)
             for index, inner in self._inner.items():
@@ -67,6 +69,8 @@ class Closure:
         return again
 
     def _note(self, index: int, value: Any, written: Container[int], depth: int) -> None:
+        if type(value) in _PLAIN:
+            return
         if not isinstance(value, _OTHERS) or id(value) in written:
             self._contents[index] = _LEFT_ALONE
         elif depth and type(value) is FunctionType and value.__closure__ is not None and value is not self._function:

@@ -84,13 +84,9 @@ class Environment:
         wanted = self.device_autocast
         return wanted != () and _device_autocast(kind for kind, _, _ in wanted) != wanted
 
-    def restored(self) -> Restored:
-        """A context in which this thread is as forward was; the thread's own state is back when it is left."""
-        return Restored(self)
-
 
 class Restored:
-    """The context of `Environment.restored`: one use."""
+    """A context in which this thread is as forward was; the thread's own state is back when it is left. One use."""
 
     __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_found", "_stack", "_was_grad")
 

@@ -113,11 +113,9 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
     seen: list[Seen] = []
     code = function.__code__
     if function.__closure__ is not None:
-        seen += [
-            (name, value, not fixed)
-            for name, value in zip(code.co_freevars, contents(function), strict=True)
-            if type(value) not in _BORING
-        ]
+        values = contents(function)
+        if not _BORING.issuperset(map(type, values)):
+            seen += [(name, value, not fixed) for name, value in zip(code.co_freevars, values, strict=True)]
     if function.__defaults__ or function.__kwdefaults__:
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         seen += [("a default", value, False) for value in defaults if type(value) not in _BORING]

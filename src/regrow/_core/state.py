@@ -45,7 +45,7 @@ class State:
         "_modules",
         "_names",
         "_opaque",
-                "_parameters",
+        "_parameters",
         "_requires_grad",
         "_versions",
         "own",

@@ -14,7 +14,7 @@ from typing import Any
 
 from regrow._core import compat, replaying
 from regrow._core.closures import Closure, closure_of
-from regrow._core.environment import Environment
+from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
@@ -151,9 +151,10 @@ class HooksFrame(Frame):
         around, thread.replay = thread.replay, replay
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
+        contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
         try:
-            with self.environment.restored():
-                self._call(function, args, kwargs, refill, _contexts(self.contexts, watch, log), watch)
+            with Restored(self.environment):
+                self._call(function, args, kwargs, refill, contexts, watch)
         finally:
             thread.replay = around
             if begun is not None:
