@@ -69,13 +69,6 @@ def prefire_in_forward() -> None:
         regrow.checkpoint(lambda x: regrow.recompute_handle(handles[0], "mine"), leaf())
 
 
-def nest_in_a_session() -> None:
-    with regrow.recompute_handle_collector_ctx() as handles:
-        output = regrow.checkpoint(lambda x: regrow.checkpoint(torch.sin, x.exp()).cos(), leaf())
-    regrow.recompute_handle(handles[0], "mine")
-    del output
-
-
 def nest_contexts() -> None:
     with regrow.recompute_session_ctx("a"), regrow.recompute_session_ctx("b"):
         pass
@@ -213,7 +206,6 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "graph of this checkpointed call has died": prefire_the_dead,
     "its forward has not returned": prefire_in_forward,
     "is active on this checkpointed call": with_handle(prefire_twice),
-    "nested checkpoint inside": nest_in_a_session,
     "an input was changed in place": change_an_input,
     "What it reads was changed in place": step_between,
     "stand for other tensors or modules": set_a_global_anew,

@@ -12,7 +12,6 @@ _HOMES = {
     "FrameBusyError": "regrow._core.faults",
     "Handle": "regrow._core.frame",
     "InputChangedError": "regrow._core.faults",
-    "NestedFrameError": "regrow._core.faults",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
     "StateChangedError": "regrow._core.faults",

@@ -2,7 +2,6 @@ from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError
 from regrow._core.faults import InputChangedError as InputChangedError
-from regrow._core.faults import NestedFrameError as NestedFrameError
 from regrow._core.faults import ReplayMismatchError as ReplayMismatchError
 from regrow._core.faults import StateChangedError as StateChangedError
 from regrow._core.faults import ValueChangedError as ValueChangedError

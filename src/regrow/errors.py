@@ -29,15 +29,6 @@ def busy_frame(label: str, owner: object, wanted: object) -> str:
     )
 
 
-def nested_frame(label: str, outer: str) -> str:
-    """The sentence for a checkpoint inside a scheduled replay."""
-    return (
-        f"{label}: nested checkpoint inside {outer}, which is being replayed for a session. "
-        "Scheduled replays of nested checkpoints are not supported yet. "
-        "Checkpoint one level only where a session is used, or run backward outside any session."
-    )
-
-
 def changed_input(label: str, names: list[str], details: list[str]) -> str:
     """The sentence for inputs that moved on between forward and replay."""
     listed = "; ".join(f"{name} ({detail})" for name, detail in zip(names, details, strict=True))

@@ -29,7 +29,9 @@ def recompute_handle_collector_ctx() -> AbstractContextManager[list[Handle]]:
 def recompute_handle(handle: Handle, session_id: Hashable) -> None:
     """Replay a checkpointed call now and keep what it brings back under a session. The caller's RNG does not move.
 
-    A second call for the same session does nothing. Call it inside a retaining context of the same session, or
+    A second call for the same session does nothing. Calls made inside the checkpointed function are checkpoints of
+    their own with handles of their own: they are bound to the session with it and replayed when they are fired or read.
+    Call it inside a retaining context of the same session, or
     outside any session context.
 
     Args:
@@ -57,12 +59,11 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
     frame = frame_of(handle)
     session.refuse_busy(frame, session_id)  # at once, without waiting for a replay that runs on another thread
     with frame.lock:
-        bound, was_free = session.bind_for_prefire(frame, session_id)
+        bound, were_free = session.bind_nest(frame, session_id)
         try:
             frame.prefire(bound)
         except BaseException:
-            if was_free:
-                session.unbind(frame, bound)
+            session.unbind(were_free, bound)
             raise
 
 

@@ -236,7 +236,6 @@ ERRORS = {
     "CheckpointError": {"label"},
     "FrameBusyError": {"label", "owner", "wanted"},
     "InputChangedError": {"label", "names"},
-    "NestedFrameError": {"label", "outer"},
     "ReplayMismatchError": {"label", "forward", "replay", "indices"},
     "ValueChangedError": {"label", "index"},
 }

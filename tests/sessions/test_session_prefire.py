@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from regrow import (
-    NestedFrameError,
     checkpoint,
-    clear_recompute_session,
     is_recomputing,
     recompute_handle,
     recompute_handle_collector_ctx,
@@ -283,21 +281,3 @@ def test_the_function_can_tell_that_it_is_fired(x):
     told.append(is_recomputing())
     assert told == [False, "prefire", True, False]
     assert output.requires_grad
-
-
-def test_inner_calls_can_be_fired_one_by_one(make_block, x, equal):
-    """Rule 15: only the outer call of a nest is refused; each inner one has a replay of its own."""
-    first, second = make_block(seed=1), make_block(seed=2)
-    plain = torch.autograd.grad(second(first(x)).sum(), x)
-
-    def outer(y):
-        return checkpoint(second, checkpoint(first, y))
-
-    with recompute_handle_collector_ctx() as handles:
-        output = checkpoint(outer, x)
-    with pytest.raises(NestedFrameError):
-        recompute_handle(handles[0], "s")
-    for handle in handles[1:]:
-        recompute_handle(handle, "s")
-    assert equal(grads_in_session(output, [x]), plain)
-    clear_recompute_session("s")

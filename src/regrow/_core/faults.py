@@ -51,20 +51,6 @@ class FrameBusyError(CheckpointError):
         self.wanted = wanted
 
 
-class NestedFrameError(CheckpointError):
-    """A checkpointed call was made inside the scheduled replay of another.
-
-    Attributes:
-        outer: the call that was being replayed.
-    """
-
-    __module__ = "regrow"
-
-    def __init__(self, label: str, outer: str) -> None:
-        super().__init__(errors.nested_frame(label, outer), label=label)
-        self.outer = outer
-
-
 class InputChangedError(CheckpointError):
     """An input was changed in place between forward and replay.
 

@@ -35,9 +35,10 @@ class Frame(ABC):
         complete: whether forward has returned.
         replays: what was replayed, by owner.
         lock: held while the call is replayed, never together with the control lock.
+        inner: the calls that forward of this one made, weakly, in order; None if it made none.
     """
 
-    __slots__ = ("__weakref__", "active_session", "bound", "complete", "consume", "label", "lock", "replays")
+    __slots__ = ("__weakref__", "active_session", "bound", "complete", "consume", "inner", "label", "lock", "replays")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -47,6 +48,21 @@ class Frame(ABC):
         self.complete = False
         self.replays: dict[Owner, Replay] = {}
         self.lock = threading.RLock()
+        self.inner: list[weakref.ref[Frame]] | None = None
+
+    def add_inner(self, frame: Frame) -> None:
+        """Note a call that forward of this one makes."""
+        if self.inner is None:
+            self.inner = []
+        self.inner.append(weakref.ref(frame))
+
+    def nest(self) -> list[Frame]:
+        """This call and those inside it, outer before inner."""
+        found: list[Frame] = [self]
+        for frame in found:  # grows while it is walked
+            if frame.inner is not None:
+                found += [inner for inner in (place() for place in frame.inner) if inner is not None]
+        return found
 
     @abstractmethod
     def prefire(self, session: Session) -> None:

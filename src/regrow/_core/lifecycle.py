@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum, IntEnum, auto
+from typing import Any
 
 
 class State(IntEnum):
@@ -40,6 +41,7 @@ class Replay:
 
     Attributes:
         label: the call that is replayed.
+        owner: whose it is.
         scheduled: for a session, rather than for one backward.
         state: only `advance` moves it.
         reason: why it was released; None before.
@@ -49,10 +51,11 @@ class Replay:
         outer: the replay inside which this one runs, or inside which its call was made; None outside any.
     """
 
-    __slots__ = ("label", "outer", "reason", "refusal", "scheduled", "state", "transforms", "watch")
+    __slots__ = ("label", "outer", "owner", "reason", "refusal", "scheduled", "state", "transforms", "watch")
 
-    def __init__(self, label: str, *, scheduled: bool, outer: Replay | None = None) -> None:
+    def __init__(self, label: str, owner: Any, *, scheduled: bool, outer: Replay | None = None) -> None:
         self.label = label
+        self.owner = owner
         self.scheduled = scheduled
         self.outer = outer
         self.state = State.RUNNING

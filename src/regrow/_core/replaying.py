@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from regrow._core.lifecycle import Replay
 
 
 class _Thread(threading.local):
+    """What runs on this thread.
+
+    Attributes:
+        replay: the innermost replay whose function runs.
+        reading: the replay that is bringing its inputs back, perhaps out of a call around it.
+        forward: the innermost checkpointed call whose forward runs.
+    """
+
     replay: Replay | None = None
+    reading: Replay | None = None
+    forward: Any = None
 
 
 thread = _Thread()

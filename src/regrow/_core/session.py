@@ -7,7 +7,7 @@ A session knows frames as something with ``bound`` and ``release``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from weakref import WeakSet, WeakValueDictionary
@@ -118,24 +118,28 @@ def refuse_busy(frame: Frame, session_id: Hashable) -> None:
         raise FrameBusyError(frame.label, bound.id, session_id)
 
 
-def bind_for_prefire(frame: Frame, session_id: Hashable) -> tuple[Session, bool]:
-    """Bind a frame to a session by name; return the session, and whether the frame was free before."""
+def bind_nest(frame: Frame, session_id: Hashable) -> tuple[Session, list[Frame]]:
+    """Bind a frame, and the frames inside it, to a session by name; return the session, and which were free before."""
+    nest = frame.nest()
     with _control:
-        bound = frame.bound
-        if bound is None or bound.id == session_id:
-            session = _sessions.setdefault(session_id, Session(session_id))
-            _bind(frame, session)
-            return session, bound is None
-    raise FrameBusyError(frame.label, bound.id, session_id)
+        for each in nest:
+            if each.bound is not None and each.bound.id != session_id:
+                raise FrameBusyError(each.label, each.bound.id, session_id)
+        session = _sessions.setdefault(session_id, Session(session_id))
+        free = [each for each in nest if each.bound is None]
+        for each in free:
+            _bind(each, session)
+        return session, free
 
 
-def unbind(frame: Frame, session: Session) -> None:
-    """Undo a binding: the frame is free for any session."""
+def unbind(frames: Iterable[Frame], session: Session) -> None:
+    """Undo a binding: the frames are free for any session."""
     with _control:
-        if frame.bound is session:
-            frame.bound = frame.active_session = None
-            frame.consume = False
-            session.frames.discard(frame)
+        for frame in frames:
+            if frame.bound is session:
+                frame.bound = frame.active_session = None
+                frame.consume = False
+                session.frames.discard(frame)
 
 
 def refuse_foreign_context(frame: Frame) -> None:

@@ -11,7 +11,7 @@ import torch
 from regrow import arguments, errors
 from regrow._core import collect, compat, replaying, session, trees
 from regrow._core.environment import Environment
-from regrow._core.faults import CheckpointError, NestedFrameError
+from regrow._core.faults import CheckpointError
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Replay
@@ -34,15 +34,16 @@ def run(
     outer = replaying.thread.replay
     if not torch.is_grad_enabled() or (compat.functorch_active() and _is_transformed(outer)):
         return function(*args, **kwargs)
-    if outer is not None and outer.scheduled:
-        outer.refusal = NestedFrameError(label, outer.label)
-        raise outer.refusal
     frame = _frame(function, label, args, kwargs, options)
     frame.outer = outer
+    around = replaying.thread.forward
+    if around is not None and outer is None:
+        around.add_inner(frame)
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
     session.bind_new(frame)
+    replaying.thread.forward = frame
     try:
         output = _forward(frame, contexts, args, kwargs)
         if environment.sleeping is not None:
@@ -50,6 +51,8 @@ def run(
     except BaseException:
         _discard(frame, entry)
         raise
+    finally:
+        replaying.thread.forward = around
     frame.after_forward()
     if not slots.live_count(frame.saved):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
@@ -115,4 +118,4 @@ def _is_transformed(outer: Replay | None) -> bool:
 def _discard(frame: HooksFrame, entry: Any) -> None:
     collect.discard(entry)
     if frame.bound is not None:
-        session.unbind(frame, frame.bound)
+        session.unbind([frame], frame.bound)

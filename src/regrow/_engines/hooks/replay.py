@@ -117,7 +117,7 @@ class HooksFrame(Frame):
         shared = bool(self.replays)
         refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
         outer = replaying.thread.replay or self.outer
-        replay = self.replays[owner] = Replay(self.label, scheduled=scheduled, outer=outer)
+        replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
         log = None if self.log is None else OperatorLog()
         try:
             self._execute(replay, refill, log)
@@ -143,12 +143,17 @@ class HooksFrame(Frame):
             kept.forget()
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
-        args, kwargs = self.inputs.bring_back(self.label)
+        thread = replaying.thread
+        reading, thread.reading = thread.reading, replay
+        try:
+            args, kwargs = self.inputs.bring_back(self.label)
+        finally:
+            thread.reading = reading
         function = self.function if self.closure is None else self.closure.as_then()
         begun = None if self.state is None else self.state.begin(replay, function, complete=self.complete)
         watch = None if begun is None else begun.watch
-        thread = replaying.thread
         around, thread.replay = thread.replay, replay
+        thread.reading = None
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
@@ -156,7 +161,7 @@ class HooksFrame(Frame):
             with Restored(self.environment):
                 self._call(function, args, kwargs, refill, contexts, watch)
         finally:
-            thread.replay = around
+            thread.replay, thread.reading = around, reading
             if begun is not None:
                 begun.put_back()
         if replay.refusal is not None:

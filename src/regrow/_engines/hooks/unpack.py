@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from regrow._core import compat, session
+from regrow._core import compat, replaying, session
 from regrow._core.faults import CheckpointError, ValueChangedError
 from regrow._core.frame import Owner
 from regrow._core.lifecycle import Reason, Replay, State
@@ -47,6 +47,10 @@ def _regrow(frame: HooksFrame, slot: Slot) -> torch.Tensor:
 
 def _regrow_eagerly(frame: HooksFrame, slot: Slot) -> torch.Tensor:
     active = frame.active_session if frame.complete else None
+    reading = replaying.thread.reading
+    if active is None and reading is not None and reading.scheduled and frame.complete:
+        # An inner call takes its inputs from here for a session: what it belongs to, this call belongs to.
+        active, _ = session.bind_nest(frame, reading.owner.id)
     if active is not None:
         return _regrow_for(frame, slot, active, scheduled=True)
     if frame.bound is not None:
