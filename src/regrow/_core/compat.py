@@ -5,7 +5,8 @@ A name that is missing is found here, when regrow is first used, and named with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -89,6 +90,9 @@ _pop_function_mode: Callable[[], Any] = _private(
 _function_mode_at: Callable[[int], Any] = _private(
     "torch._C", "_get_function_stack_at", "it finds function modes around a call"
 )
+
+# The node of a custom Function. Deleted by a public class of such nodes.
+_PythonNode: Any = _private("torch.autograd.function", "BackwardCFunction", "custom Functions run once in a split")
 
 _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C", "_get_dispatch_mode", "it tells whether torch traces")
 _PROXY: Any = _private("torch._C", "_TorchDispatchModeKey.PROXY", "it tells whether torch traces")
@@ -223,6 +227,36 @@ def save_tensor(tensor: torch.Tensor) -> tuple[Any, Any]:
         return _make_saved_tensor(tensor, is_output=False), packed[0]
     finally:
         pop_hooks()
+
+
+def is_python_function(node: Any) -> bool:
+    """Whether a node is a custom Function's, which computes all its gradients whenever it runs.
+
+    Deleted by a public class of such nodes.
+    """
+    return isinstance(node, _PythonNode)
+
+
+def variable_of(accumulator: Any) -> torch.Tensor:
+    """The leaf that a node accumulates into. Deleted by a public attribute in torch's own types."""
+    leaf: torch.Tensor = accumulator.variable
+    return leaf
+
+
+@contextmanager
+def without_tensor_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
+    """Leaves without the hooks of ``Tensor.register_hook``, which run when the gradient is accumulated, not before.
+
+    Deleted by a capture of a leaf's gradient that runs no hooks.
+    """
+    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooks:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, found in hooks:
+            leaf._backward_hooks = found
 
 
 def tracing() -> bool:
