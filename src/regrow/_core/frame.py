@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from regrow import errors
@@ -75,6 +76,18 @@ class Frame(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Drop what was kept in forward for the replays of this call; they run everything again."""
+
+    @abstractmethod
+    def held(self, owner: Owner) -> dict[int, int]:
+        """Bytes of what the replay for an owner holds, by the identity of its storage."""
+
+    @abstractmethod
+    def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
+        """Note what the replay for an owner holds now; the answer tells which of it nobody has taken away since."""
+
+    @abstractmethod
+    def trim(self, owner: Owner, unread: frozenset[int]) -> None:
+        """Let go of what `watch` found nobody to take away, in a call of the same function with inputs of this kind."""
 
 
 class Handle:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from regrow._core.lifecycle import Replay
@@ -15,14 +17,26 @@ class _Thread(threading.local):
         replay: the innermost replay whose function runs.
         reading: the replay that is bringing its inputs back, perhaps out of a call around it.
         forward: the innermost checkpointed call whose forward runs.
+        plain: calls are plain ones here, and leave no frame.
     """
 
     replay: Replay | None = None
     reading: Replay | None = None
     forward: Any = None
+    plain: bool = False
 
 
 thread = _Thread()
+
+
+@contextmanager
+def plain_calls() -> Iterator[None]:
+    """Checkpointed calls on this thread are plain ones: their activations are kept, and nothing is replayed."""
+    before, thread.plain = thread.plain, True
+    try:
+        yield
+    finally:
+        thread.plain = before
 
 
 def here() -> tuple[int, Replay | None]:

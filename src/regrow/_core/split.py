@@ -13,8 +13,8 @@ in dx and the other in dw. Two kinds of parameters are computed in dx, where the
 delivered in dw: those that two joints lead to, since adding two halves of a gradient one after the other may round
 differently; and those of a custom Function, which computes all its gradients whenever it runs.
 
-Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, for the cut; torch 2.13, distributed/pipelining/_backward.py,
-for what stages expect of it.
+Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, for the cut; torch 2.13,
+distributed/pipelining/_backward.py, for what stages expect of it.
 """
 
 from __future__ import annotations

@@ -31,19 +31,20 @@ def run(
     function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
-    outer = replaying.thread.replay
-    if not torch.is_grad_enabled() or (compat.functorch_active() and _is_transformed(outer)):
+    thread = replaying.thread
+    outer = thread.replay
+    if not torch.is_grad_enabled() or thread.plain or (compat.functorch_active() and _is_transformed(outer)):
         return function(*args, **kwargs)
     frame = _frame(function, label, args, kwargs, options)
     frame.outer = outer
-    around = replaying.thread.forward
+    around = thread.forward
     if around is not None and outer is None:
         around.add_inner(frame)
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
     session.bind_new(frame)
-    replaying.thread.forward = frame
+    thread.forward = frame
     try:
         output = _forward(frame, contexts, args, kwargs)
         if environment.sleeping is not None:
@@ -52,7 +53,7 @@ def run(
         _discard(frame, entry)
         raise
     finally:
-        replaying.thread.forward = around
+        thread.forward = around
     frame.after_forward()
     if not slots.live_count(frame.saved):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):

@@ -142,6 +142,21 @@ class HooksFrame(Frame):
         for kept in self.kept:
             kept.forget()
 
+    def held(self, owner: Owner) -> dict[int, int]:
+        """Bytes of the values the slots hold for an owner, by storage."""
+        return slots.held_bytes(self.saved, owner)
+
+    def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
+        """Hold the slots of an owner's values, so that one that dies with its node is still seen to be full."""
+        full = {index: slot for index, slot in slots.alive(self.saved) if slots.holds(slot, owner)}
+        return lambda: frozenset(index for index, slot in full.items() if slots.holds(slot, owner))
+
+    def trim(self, owner: Owner, unread: frozenset[int]) -> None:
+        """Empty these slots; one that is read all the same brings its values back by a replay of its own."""
+        for index, slot in slots.alive(self.saved):
+            if index in unread:
+                slots.take(slot, owner, consume=True)
+
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         thread = replaying.thread
         reading, thread.reading = thread.reading, replay

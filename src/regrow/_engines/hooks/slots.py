@@ -5,10 +5,12 @@ graph node --> slot --> value          frame - - weak - - > slot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from weakref import ref
 
 import torch
 
+from regrow._core import compat
 from regrow._core.frame import Owner
 
 # What a saved tensor looks like: shape, dtype, and True for the CPU or else the device.
@@ -75,6 +77,25 @@ def take(slot: Slot, owner: Owner, *, consume: bool) -> tuple[torch.Tensor | Non
 def holds(slot: Slot, owner: Owner) -> bool:
     """Whether a slot holds a value of an owner."""
     return take(slot, owner, consume=False)[0] is not None
+
+
+def alive(saved: list[Saved]) -> Iterator[tuple[int, Slot]]:
+    """The slots that graph nodes still hold, with their places."""
+    for index, (place, _, _, _) in enumerate(saved):
+        slot = place()
+        if slot is not None:
+            yield index, slot
+
+
+def held_bytes(saved: list[Saved], owner: Owner) -> dict[int, int]:
+    """Bytes of an owner's values, by storage; tensors without a storage of their own are left out."""
+    found: dict[int, int] = {}
+    for _, slot in alive(saved):
+        value, _ = take(slot, owner, consume=False)
+        key = None if value is None else compat.storage_key(value)
+        if value is not None and key is not None:
+            found[key] = value.untyped_storage().nbytes()
+    return found
 
 
 def drop(saved: list[Saved], owner: Owner) -> None:

@@ -1,0 +1,61 @@
+"""The private names of torch.distributed.pipelining, and why. Must never hold behaviour of ours.
+
+A name that is missing is found here, when regrow.pipelining is imported, and named with the version that lacks it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_PACKAGE = "torch.distributed.pipelining"
+
+
+def _private(module: str, path: str, why: str) -> Any:
+    found: Any = import_module(f"{_PACKAGE}.{module}")
+    try:
+        for part in path.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ImportError(
+            f"regrow.pipelining needs {_PACKAGE}.{module}.{path} ({why}), which torch {torch.__version__} does not "
+            "have. "
+            "Install a torch version in the range that regrow declares, or report this version."
+        ) from None
+    return found
+
+
+# What every schedule is, those with one stage per rank, and those that run a list of actions.
+# Deleted by public base classes.
+Schedule: Any = _private("schedules", "_PipelineSchedule", "attach checks what it is given")
+SingleStageSchedule: Any = _private("schedules", "PipelineScheduleSingle", "it has no seam for prefire")
+RuntimeSchedule: Any = _private("schedules", "_PipelineScheduleRuntime", "it runs lists of actions, with a seam")
+for _name in ("_prepare_schedule_with_comms",):
+    _private("schedules", f"_PipelineScheduleRuntime.{_name}", "1F1B is lowered onto that runtime")
+
+# The actions of those lists. Deleted by a public intermediate representation.
+Action: Any = _private("schedules", "_Action", "1F1B is written as a list of actions")
+_kind: Any = _private("schedules", "_ComputationType", "backward is found in lists of actions")
+FORWARD, FULL_BACKWARD, BACKWARD_INPUT = _kind.FORWARD, _kind.FULL_BACKWARD, _kind.BACKWARD_INPUT
+BACKWARD_WEIGHT, OVERLAP = _kind.BACKWARD_WEIGHT, _kind.OVERLAP_F_B
+COMPUTE = frozenset({FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+
+# The methods of a stage that ours overrides: a renamed one would silently not be overridden.
+# Deleted by public extension points of a stage.
+for _name, _why in (
+    ("_compute_outputs", "the first step infers shapes without checkpoints"),
+    ("forward_one_chunk", "forward collects handles"),
+    ("backward_one_chunk", "backward reads what was replayed"),
+    ("backward_weight_one_chunk", "so does its second half"),
+    ("backward_maybe_with_nosync", "regrow splits backward itself"),
+    ("get_fwd_send_ops", "an aborted step knows what it sent"),
+    ("get_bwd_send_ops", "an aborted step knows what it sent"),
+    ("get_local_bwd_output", "evaluation on neighbouring stages has no gradients"),
+    ("set_local_bwd_input", "evaluation on neighbouring stages has no gradients"),
+    ("clear_runtime_states", "every step starts clean"),
+):
+    _private("stage", f"PipelineStage.{_name}", _why)
+
+FSDPModule: Any = _private("stage", "FSDPModule", "stages may be sharded")

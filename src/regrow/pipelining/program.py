@@ -1,0 +1,90 @@
+"""Program: what a rank runs in which order, read from torch's list of actions. Tells when to prefire, and what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+from regrow.pipelining import _compat
+from regrow.pipelining.stage import PipelineStage
+
+
+class Program:
+    """The order of computation on this rank.
+
+    Memory: one entry per action, made when it is first asked for.
+    """
+
+    __slots__ = ("_backwards", "_order", "_schedule", "_stages")
+
+    def __init__(self, schedule: Any, stages: dict[int, PipelineStage]) -> None:
+        self._schedule = ref(schedule)  # the schedule holds this
+        self._stages = {index: ref(stage) for index, stage in stages.items()}
+        self._order: list[tuple[Any, int, int]] | None = None
+        self._backwards: dict[tuple[int, int], bool] = {}
+
+    def before_gradient(self, key: tuple[int, int], works: Any) -> None:
+        """The rank is about to wait for a gradient: replay what it is for."""
+        self._read()
+        self._prefire(key)
+
+    def before_activation(self, key: tuple[int, int], works: Any) -> None:
+        """The rank is about to wait for an activation: if it has not come, replay for the next backward."""
+        if all(work.is_completed() for work in works):
+            return
+        self._read()
+        for due in self._backwards:
+            stage = self._stage(due[0])
+            if stage is not None and stage.is_due(due[1]):
+                self._prefire(due)
+                return
+
+    def follows(self, stage_index: int) -> Callable[[int], bool]:
+        """Whether a micro-batch's backward is the next thing that this rank computes after its forward."""
+
+        def answer(microbatch: int) -> bool:
+            order = self._read()
+            here = (_compat.FORWARD, stage_index, microbatch)
+            place = order.index(here) if here in order else len(order)
+            then = order[place + 1] if place + 1 < len(order) else None
+            return then is not None and then[0] in _BACKWARD and then[1:] == (stage_index, microbatch)
+
+        return answer
+
+    def _prefire(self, key: tuple[int, int]) -> None:
+        stage = self._stage(key[0])
+        if stage is not None:
+            stage.prefire(key[1], full=self._backwards.get(key, True))
+
+    def _stage(self, index: int) -> PipelineStage | None:
+        place = self._stages.get(index)
+        return None if place is None else place()
+
+    def _read(self) -> list[tuple[Any, int, int]]:
+        if self._order is None:
+            self._order = list(_computations(self._actions()))
+            kinds = ((kind, (stage, microbatch)) for kind, stage, microbatch in self._order)
+            self._backwards = {key: kind == _compat.FULL_BACKWARD for kind, key in kinds if kind in _BACKWARD}
+        return self._order
+
+    def _actions(self) -> list[Any]:
+        schedule = self._schedule()
+        order = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
+        rank = getattr(schedule, "rank", None)
+        if rank is None:
+            rank = schedule._stage.group_rank  # type: ignore[union-attr]
+        return order.get(rank) or []
+
+
+_BACKWARD = (_compat.FULL_BACKWARD, _compat.BACKWARD_INPUT)
+
+
+def _computations(actions: list[Any]) -> Iterator[tuple[Any, int, int]]:
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _computations(list(action.sub_actions))
+        elif action.computation_type in _compat.COMPUTE:
+            yield action.computation_type, action.stage_index, action.microbatch_index

@@ -1,0 +1,110 @@
+"""Every schedule of torch: one replay per block and micro-batch, gradients of the same schedule without checkpoints."""
+
+import pytest
+import torch
+from torch import nn
+
+import regrow
+from regrow.pipelining import attach, detach
+from tests.pipelining.conftest import MICROBATCHES, SCHEDULES, Block, blocks, checkpointed, make_pipeline, plain
+
+OPTIONS = {
+    "not attached": {},
+    "off": {"prefire": "off", "keep": "never"},
+    "on wait": {"prefire": "on_wait", "keep": "never"},
+    "on any wait": {"prefire": "on_any_wait", "keep": "never", "prefire_bytes": float("inf")},
+    "all": {"retention": "all", "keep": "never"},
+    "keep": {"keep": "auto"},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_replay_and_the_same_gradients(same, name, option):
+    """Rule 26: however backward is cut; the first step, which also infers shapes, and the next ones."""
+    pipeline = make_pipeline(name, wrap=checkpointed, **OPTIONS[option])
+    oracle = plain(name)
+    for step in range(3):
+        before = [block.runs for block in pipeline.blocks], [block.runs for block in oracle.blocks]
+        same(pipeline.step(step), oracle.step(step))
+        same(pipeline.losses, oracle.losses)
+        ran = [block.runs - was for block, was in zip(pipeline.blocks, before[0], strict=True)]
+        plainly = [block.runs - was for block, was in zip(oracle.blocks, before[1], strict=True)]
+        replays = [more - less for more, less in zip(ran, plainly, strict=True)]
+        if option == "keep":
+            assert all(count <= MICROBATCHES for count in replays)
+        else:
+            assert replays == [MICROBATCHES] * len(replays)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_replays_where_nothing_is_retained(same, name):
+    """Rule 26: dw replays again; a full backward once, and the first stage computes all in W."""
+    pipeline = make_pipeline(name, wrap=checkpointed, retention="none", keep="never")
+    oracle = plain(name)
+    for step in range(2):
+        same(pipeline.step(step), oracle.step(step))
+    runs = [sum(block.runs for block in module.modules() if isinstance(block, Block)) for module in pipeline.modules]
+    once = 2 * (1 + 2 * 2 * MICROBATCHES)  # two blocks; shapes, then forward and a replay in two steps
+    split = 2 * 2 * MICROBATCHES if name in ("InterleavedZeroBubble", "ZBV") else 0
+    assert runs[0] == once
+    if name != "DualPipeV":
+        assert runs[1:] == [once + split] * len(runs[1:])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_runs_forward_only(same, name):
+    """Rule 26: eval() collects nothing and leaves nothing, before a step and after one."""
+    pipeline, oracle = make_pipeline(name, wrap=checkpointed, prefire="on_wait"), plain(name)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    for step in range(2):
+        with torch.no_grad():
+            got = pipeline.schedule.eval(x, target=y)
+            want = nn.Sequential(*oracle.modules)(x)
+        torch.testing.assert_close(got, want)
+        same(pipeline.step(step), oracle.step(step))
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBV", "DualPipeV", "1F1B"])
+def test_stages_without_checkpoints_and_with_some(same, name):
+    """Rule 26: regrow's stage is torch's where nothing is checkpointed."""
+
+    def some(module):
+        regrow.apply_checkpointing(module, lambda path, child: path == "0")
+        return module
+
+    for wrap in (None, some):
+        pipeline, oracle = make_pipeline(name, wrap=wrap, prefire="on_wait"), plain(name)
+        same(pipeline.step(), oracle.step())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dropout(same, name):
+    """Rule 3: random numbers are forward's, wherever the replay is placed."""
+
+    def make():
+        return blocks(dropout=0.2)
+
+    pipeline, oracle = make_pipeline(name, make, wrap=checkpointed, prefire="on_any_wait"), plain(name, make)
+    for step in range(2):
+        same(pipeline.step(step), oracle.step(step))
+
+
+def test_detach_gives_everything_back():
+    """Rule 26: attributes of the one object, as they were."""
+    pipeline = make_pipeline("ZBV", wrap=checkpointed)
+    before = dict(vars(pipeline.schedule)), [stage.plan for stage in pipeline.stages]
+    assert detach(attach(pipeline.schedule, prefire="on_any_wait", retention="none")) is pipeline.schedule
+    assert (dict(vars(pipeline.schedule)), [stage.plan for stage in pipeline.stages]) == before
+    assert type(pipeline.schedule.bwd_recv_ops) is dict
+    detach(pipeline.schedule)
+    attach(pipeline.schedule)
+    pipeline.step()
+
+
+def test_no_class_of_torch_is_changed():
+    """Rule 23: attach sets attributes on one schedule; another of its class knows nothing of it."""
+    one, other = make_pipeline("ZBV", prefire="on_wait"), make_pipeline("ZBV")
+    assert "step" in vars(one.schedule)
+    assert "step" not in vars(other.schedule)
+    assert isinstance(one.modules[0], nn.Module)
