@@ -64,6 +64,15 @@ def changed_state(label: str, names: list[str], rebound: list[str]) -> str:
     return " ".join(parts)
 
 
+def waited(label: str, seconds: float) -> str:
+    """The sentence for a replay whose modules another thread's replay does not give back."""
+    return (
+        f"{label}: waited {seconds:g} s for a replay on another thread that changes the buffers or the mode of the "
+        "same module. Does the function wait for a thread that runs backward through its own modules? "
+        "Run that backward on the thread of the function."
+    )
+
+
 def suppressed_exception(label: str) -> str:
     """The sentence for a forward context that swallows what forward raised."""
     return (

@@ -91,17 +91,17 @@ def test_the_label_is_the_functions_or_the_modules(engine):
 
     class Net(torch.nn.Module):
         def forward(self, x):
-            return x.sin().exp() if flag else x.sin()
+            return x.sin().exp() if flags[-1] else x.sin()
 
-    flag = True
+    flags = [True]
     net, x = Net(), torch.randn(3, requires_grad=True)
     labels = []
     for function in (net, net.forward, lambda t: net(t * 1)):
         out = engine.checkpoint(function, x)
-        flag = False
+        flags.append(False)
         with pytest.raises(ReplayMismatchError) as error:
             out.sum().backward()
-        flag = True
+        flags.append(True)
         labels.append(error.value.label)
     here = "test_the_label_is_the_functions_or_the_modules.<locals>."
     assert labels == ["Net", f"{here}Net.forward", f"{here}<lambda>"]

@@ -6,13 +6,12 @@ At world size 1 the schedules with several stages per rank run them all here, an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage as TorchStage,
@@ -36,12 +35,9 @@ BATCH = 8
 MICROBATCHES = 4
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_rank() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def alone(one_rank: Any) -> None:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def one_stage(make: Callable[..., Any]) -> Callable[..., Any]:

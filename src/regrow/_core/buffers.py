@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from regrow._core import compat
-from regrow._core.copies import copies, n_bytes
+from regrow._core.copies import copies, span_bytes
 
 # Up to this size a buffer is copied in every forward and put in place in every replay, changed or not: kernels such as
 # batch normalisation write buffers without moving their version. Larger ones are kept only if a forward changes them.
@@ -32,22 +32,29 @@ _NORMS = (
 Found = list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
 
 
+# How many forwards leave a large buffer alone before it is no longer copied for them: a function may reach many modules
+# whose turn comes later.
+_CALLS = 64
+
+
 class _Changes:
-    """Large buffers that a forward was seen to leave alone or to change, by module, name and mode."""
+    """What forwards did to large buffers, by module, name and mode: how many left it alone; -1 once one changed it."""
 
     def __init__(self) -> None:
         # By identity: a module may define equality by value, or no hash.
-        self._seen: dict[int, tuple[ref[nn.Module], dict[tuple[str, bool], bool]]] = {}
+        self._seen: dict[int, tuple[ref[nn.Module], dict[tuple[str, bool], int]]] = {}
 
     def may_change(self, module: nn.Module, name: str) -> bool:
         known = self._seen.get(id(module))
-        return known is None or known[1].get((name, module.training), True)
+        return known is None or known[1].get((name, module.training), 0) < _CALLS
 
     def note(self, module: nn.Module, name: str, *, changed: bool) -> None:
         key = id(module)
         if key not in self._seen:
             self._seen[key] = ref(module, lambda _: self._seen.pop(key, None)), {}
-        self._seen[key][1][name, module.training] = changed
+        calls = self._seen[key][1]
+        before = calls.get((name, module.training), 0)
+        calls[name, module.training] = -1 if changed or before < 0 else before + 1
 
 
 _changes = _Changes()
@@ -70,7 +77,7 @@ class Buffer:
         # Weakly: forward may make its own result a buffer, and the result's graph holds the frame that holds this.
         self._tensor = ref(tensor)
         self._version = compat.version_of(tensor)
-        self.always = n_bytes(tensor) <= SMALL_BYTES or isinstance(module, _NORMS)
+        self.always = span_bytes(tensor) <= SMALL_BYTES or isinstance(module, _NORMS)
         self.changed = False
         self.start: torch.Tensor | None = None
 
@@ -79,7 +86,7 @@ class Buffer:
         return self.always or _changes.may_change(self.module, self.name)
 
     def after_forward(self) -> None:
-        """Note whether forward changed it; a large one that it left alone is not kept, now and from now on."""
+        """Note whether forward changed it; a large one that it left alone is let go."""
         now = self.here()
         self.changed = self.moved()
         if now is not None:
@@ -157,7 +164,7 @@ class Buffers:
                 (name, None if was_none else there.get(name)) for name, was_none in were_none.items()
             )
         kept = [buffer for buffer in stale if buffer.start is not None]
-        starts = copies([buffer.start for buffer in kept if buffer.start is not None])
+        starts = _copied([buffer.start for buffer in kept if buffer.start is not None])
         for buffer, start in zip(kept, starts, strict=True):
             buffer.module._buffers[buffer.name] = start
         return found
@@ -183,5 +190,13 @@ def put_back(found: Found) -> None:
 
 def _keep(buffers: list[Buffer]) -> None:
     tensors = [tensor for tensor in (buffer.here() for buffer in buffers) if tensor is not None]
-    for buffer, copy in zip(buffers, copies(tensors), strict=True):
+    for buffer, copy in zip(buffers, _copied(tensors), strict=True):
         buffer.start = copy
+
+
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that no dispatch mode sees: a policy around the call, or one that counts operators."""
+    if not tensors:
+        return []
+    with compat.without_dispatch_modes():
+        return copies(tensors)

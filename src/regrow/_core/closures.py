@@ -1,94 +1,157 @@
 """Closures: a function that sees in a replay what it saw in forward, although its variables were set anew since.
 
 A closure reads its variables when it runs. In ``for layer in layers: h = checkpoint(lambda t: layer(t), h)`` every
-replay would read the last layer. The replay therefore runs the same code over cells of its own, and so do functions
-that the function closes over: what a decorator wraps.
+replay would read the last layer. The replay therefore runs the same code over cells of its own, and so do the functions
+that it closes over, what a decorator wraps among them. Functions that shared a variable go on sharing it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
-from regrow._core.reach import contents, set_by
+from regrow._core.reach import NOTHING, content, contents, set_by
 
-# What is put back. Anything else a frame would keep alive, and with it perhaps the result that holds the frame.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size, BuiltinFunctionType})
-_OTHERS = (torch.Tensor, nn.Module, FunctionType, MethodType, partial)
-_DEPTH = 3
-
-
-class _LeftAlone:
-    """Stands for the content of a cell that is the user's own: empty, written by forward, or of another type."""
-
-
-_LEFT_ALONE = _LeftAlone()
+# Of these types nothing needs to be looked into, and most variables are.
+_PLAIN = frozenset({int, float, bool, str, type, type(None), torch.dtype, torch.Size})
 
 
 class Closure:
-    """What stood in the cells of a function when forward returned.
+    """What stood in the cells of a function, and of those it closes over, when forward returned.
 
-    Memory: holds captured tensors and modules until the frame dies, as if they were arguments.
+    Left alone are cells that are empty, that forward changed, that one of these functions sets, and those with a tensor
+    that forward wrote: they go on from where they are.
+
+    Memory: holds what the cells held until the frame dies, as if it were an argument.
     """
 
-    __slots__ = ("_contents", "_function", "_inner")
+    __slots__ = ("_cells", "_function", "_then")
 
-    def __init__(self, function: FunctionType, written: Container[int], depth: int = _DEPTH) -> None:
+    def __init__(self, function: Any, found: FunctionType, before: list[Any], written: Container[int]) -> None:
         self._function = function
-        self._contents = values = contents(function)
-        self._inner: dict[int, Closure] | None = None
-        if not _PLAIN.issuperset(map(type, values)):
-            for index, value in enumerate(values):
-                self._note(index, value, written, depth)
+        self._cells: list[CellType] = list(found.__closure__ or ())
+        self._then: list[Any] = contents(found)
+        for index, (was, value) in enumerate(zip(before, self._then, strict=True)):
+            if value is not was:
+                self._then[index] = NOTHING
+        if not _PLAIN.issuperset(map(type, self._then)):
+            self._look_inside(found, written)
 
-    def as_then(self) -> FunctionType:
+    def as_then(self) -> Any:
         """The function itself, or one with the same code that sees what forward saw."""
-        function = self._function
-        now, wanted = contents(function), self._contents
-        if list(map(id, now)) == list(map(id, wanted)) and self._inner is None:
-            return function
-        if self._inner is not None:
-            wanted = list(wanted)
-            for index, inner in self._inner.items():
-                wanted[index] = inner.as_then()
-        if all(map(_same, wanted, now)):
-            return function
-        code, namespace = function.__code__, function.__globals__
-        own = set_by(code)  # goes on from where it is, as with torch
-        cells = tuple(
-            cell if _same(then, value) or name in own else CellType(then)
-            for name, cell, then, value in zip(code.co_freevars, function.__closure__ or (), wanted, now, strict=True)
-        )
-        again = FunctionType(code, namespace, function.__name__, function.__defaults__, cells)
+        now = [content(cell) for cell in self._cells]
+        changed = {
+            id(cell): then
+            for cell, then, value in zip(self._cells, self._then, now, strict=True)
+            if then is not value and then is not NOTHING
+        }
+        return _Rebuilding(changed).rebuilt(self._function) if changed else self._function
+
+    def _look_inside(self, found: FunctionType, written: Container[int]) -> None:
+        functions = _functions_below(found)
+        own = {
+            id(cell)
+            for function in functions
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if name in set_by(function.__code__)
+        }
+        seen = set(map(id, self._cells))
+        for function in functions[1:]:
+            for cell in function.__closure__ or ():
+                if id(cell) not in seen:
+                    seen.add(id(cell))
+                    self._cells.append(cell)
+                    self._then.append(content(cell))
+        for index, (cell, value) in enumerate(zip(self._cells, self._then, strict=True)):
+            if id(cell) in own or id(value) in written:
+                self._then[index] = NOTHING
+
+
+class _Rebuilding:
+    """Makes functions anew over cells that hold what they held in forward."""
+
+    def __init__(self, changed: dict[int, Any]) -> None:
+        self._changed = changed
+        self._cells: dict[int, CellType] = {}
+        self._made: dict[int, FunctionType] = {}
+
+    def rebuilt(self, value: Any) -> Any:
+        """A function, or a partial or method of one, over the right cells; anything else as it is."""
+        function = _function_in(value)
+        if function is None or not self._is_stale(function):
+            return value
+        if type(value) is MethodType:
+            return MethodType(self.rebuilt(value.__func__), value.__self__)
+        if type(value) is partial:
+            return partial(self.rebuilt(value.func), *value.args, **value.keywords)
+        if id(function) not in self._made:
+            self._make(function)
+        return self._made[id(function)]
+
+    def _make(self, function: FunctionType) -> None:
+        fresh = [cell for cell in function.__closure__ or () if id(cell) not in self._cells and self._is_new(cell)]
+        self._cells.update((id(cell), CellType()) for cell in fresh)
+        cells = tuple(self._cells.get(id(cell), cell) for cell in function.__closure__ or ())
+        again = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
         again.__kwdefaults__ = function.__kwdefaults__
-        return again
+        again.__qualname__, again.__doc__, again.__module__ = (
+            function.__qualname__,
+            function.__doc__,
+            function.__module__,
+        )
+        again.__dict__.update(function.__dict__)
+        self._made[id(function)] = again  # before its cells are filled: it may stand in one of them
+        for cell in fresh:
+            self._cells[id(cell)].cell_contents = self.rebuilt(self._changed.get(id(cell), content(cell)))
 
-    def _note(self, index: int, value: Any, written: Container[int], depth: int) -> None:
-        if type(value) in _PLAIN:
-            return
-        if not isinstance(value, _OTHERS) or id(value) in written:
-            self._contents[index] = _LEFT_ALONE
-        elif depth and type(value) is FunctionType and value.__closure__ is not None and value is not self._function:
-            self._inner = self._inner or {}
-            self._inner[index] = Closure(value, written, depth - 1)
+    def _is_new(self, cell: CellType) -> bool:
+        inner = _function_in(content(cell))
+        return id(cell) in self._changed or (inner is not None and self._is_stale(inner))
+
+    def _is_stale(self, function: FunctionType) -> bool:
+        return any(
+            id(cell) in self._changed for below in _functions_below(function) for cell in below.__closure__ or ()
+        )
 
 
-def closure_of(function: Any, written: Container[int]) -> Closure | None:
+def closure_of(function: Any, before: list[Any] | None, written: Container[int]) -> Closure | None:
     """What a function closes over; None if it has no cells.
 
     Args:
         function: any callable.
+        before: what its cells held before forward.
         written: ids of tensors that forward wrote into: they belong to the graph that holds the frame.
     """
-    if type(function) is FunctionType and function.__closure__ is not None:
-        return Closure(function, written)
-    return None
+    found = _function_in(function)
+    return None if found is None or before is None else Closure(function, found, before, written)
 
 
-def _same(then: Any, now: Any) -> bool:
-    return then is now or then is _LEFT_ALONE
+def cells_of(function: Any) -> list[Any] | None:
+    """What the cells of a function hold now; None if it has none."""
+    found = _function_in(function)
+    return None if found is None else contents(found)
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    """The function with cells that is called in the end."""
+    kind = type(value)
+    while kind is partial or kind is MethodType:
+        value = value.func if kind is partial else value.__func__
+        kind = type(value)
+    return value if kind is FunctionType and value.__closure__ is not None else None
+
+
+def _functions_below(function: FunctionType) -> list[FunctionType]:
+    """A function and those it closes over, each once."""
+    found, seen = [function], {id(function)}
+    for here in found:  # grows while it is walked
+        for value in contents(here):
+            inner = _function_in(value)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(inner)
+    return found

@@ -6,7 +6,7 @@ A name that is missing is found here, when regrow is first used, and named with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -93,6 +93,13 @@ _function_mode_at: Callable[[int], Any] = _private(
 
 # The node of a custom Function. Deleted by a public class of such nodes.
 _PythonNode: Any = _private("torch.autograd.function", "BackwardCFunction", "custom Functions run once in a split")
+
+_no_dispatch_modes: Any = _private(
+    "torch.utils._python_dispatch", "_disable_current_modes", "copies of buffers are nobody's operators"
+)
+_dispatch_mode_count: Callable[[], int] = _private(
+    "torch._C", "_len_torch_dispatch_stack", "copies of buffers are nobody's operators"
+)
 
 _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C", "_get_dispatch_mode", "it tells whether torch traces")
 _PROXY: Any = _private("torch._C", "_TorchDispatchModeKey.PROXY", "it tells whether torch traces")
@@ -193,6 +200,14 @@ def inside_autocast() -> bool:
     deeper: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return deeper > 1
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """No dispatch mode sees what is done inside. Nothing is entered where there is none, as nearly always.
+
+    Deleted by a public way to hide an operator from modes.
+    """
+    return _no_dispatch_modes() if _dispatch_mode_count() else nullcontext()
 
 
 def surrounding_hooks() -> Hooks | None:

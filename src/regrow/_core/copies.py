@@ -8,6 +8,7 @@ import torch
 
 from regrow._core import compat
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 # What new storages are aligned to, so that a copy of a part keeps every view aligned.
 _ALIGNMENT = 64
 
@@ -15,9 +16,10 @@ _ALIGNMENT = 64
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """A copy of each; tensors that are one, or lie in one storage, stay so among the copies.
 
-    Of a storage only what the tensors span is copied. A copy needs a gradient where its tensor does.
+    Of a storage only what the tensors span is copied. A copy needs a gradient where its tensor does, and has its
+    attributes.
     """
-    storages = [compat.storage_key(tensor) for tensor in tensors]
+    storages = [compat.storage_key(tensor) if _is_plain(tensor) else None for tensor in tensors]
     shared = {key for key, times in Counter(storages).items() if times > 1 and key is not None}
     made: dict[int, torch.Tensor] = {}
     spans = {
@@ -26,20 +28,23 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for tensor, key in zip(tensors, storages, strict=True):
         if id(tensor) in made:
             continue
-        if key is not None and key in shared:
-            copy = spans[key].again(tensor)
-        elif key is None or tensor.is_contiguous():
+        if key is None or (key not in shared and tensor.is_contiguous()):
             copy = tensor.detach().clone()
         else:
-            copy = _Span([tensor]).again(tensor)
-        made[id(tensor)] = _with_grad_of(copy, tensor) if tensor.requires_grad else copy
+            copy = (spans[key] if key in shared else _Span([tensor])).again(tensor)
+        if tensor.requires_grad:
+            copy = _with_grad_of(copy, tensor)
+        if tensor.__dict__:
+            copy.__dict__.update(tensor.__dict__)
+        made[id(tensor)] = copy
     return [made[id(tensor)] for tensor in tensors]
 
 
-def n_bytes(tensor: torch.Tensor) -> int:
-    """What a copy of a tensor takes: an expanded one no more than what it is expanded from."""
-    count = tensor.numel() if tensor.is_contiguous() else _end(tensor) - tensor.storage_offset()
-    return int(count * tensor.element_size())
+def span_bytes(tensor: torch.Tensor) -> int:
+    """From the first to the last byte of a tensor: of an expanded one no more than what it is expanded from."""
+    if not _is_plain(tensor) or tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    return (_end(tensor) - int(tensor.storage_offset())) * tensor.element_size()
 
 
 class _Span:
@@ -56,6 +61,15 @@ class _Span:
         """The copy of one of the tensors."""
         offset = tensor.storage_offset() - self._begin // tensor.element_size()
         return tensor.detach().new_empty(0).set_(self._storage, offset, tensor.size(), tensor.stride())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a part of its storage."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -28,24 +28,28 @@ _DEPTH = 3
 # A function may close over a whole data set; it is asked at every call.
 _ITEMS = 256
 
-# What a function sees: a name, what it stands for, and whether it may stand for something else by the replay. The cells
-# of the function itself may not: they are put back.
-Seen = tuple[str, Any, bool]
+# What a function sees: a name, what it stands for, and the scope in which it may stand for something else by the
+# replay. The cells of the function, and of the functions in them, may not: closures are put back. Nor may what is held.
+Seen = tuple[str, Any, int]
+Name = tuple[int, str]
+_PUT_BACK = -1
+_HELD = 0
 
 
 class Reach:
     """What a function reaches, each thing once, with the name it is reached by.
 
     Attributes:
-        names: the names that lead to a tensor or a module and may be set anew, and what they stand for, weakly.
-        codes: what the functions among it run.
+        names: the names that lead to a tensor or a module and may be set anew, each in its scope, and what they stand
+            for, weakly.
+        functions: the functions among it, by identity.
     """
 
-    __slots__ = ("codes", "generators", "modules", "names", "tensors")
+    __slots__ = ("functions", "generators", "modules", "names", "tensors")
 
-    def __init__(self, codes: list[CodeType]) -> None:
-        self.codes = codes
-        self.names: dict[str, ref[Any]] = {}
+    def __init__(self) -> None:
+        self.functions: dict[int, FunctionType] = {}
+        self.names: dict[Name, ref[Any]] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.generators: dict[int, torch.Generator] = {}
@@ -61,52 +65,53 @@ class Reach:
 
     def own(self) -> frozenset[str]:
         """Names that these functions set themselves."""
-        return frozenset().union(*map(set_by, self.codes))
+        return frozenset().union(*(set_by(function.__code__) for function in self.functions.values()))
 
 
 def reach(function: Any, opaque: tuple[Any, ...]) -> Reach | None:
     """What a function reaches, and what lies among its arguments that are no tensors; None if that is nothing."""
-    codes: list[CodeType] = []
-    seen = _seen_by(function, codes, fixed=True)
+    found = Reach()
+    seen = _seen_by(function, found, fixed=True)
     if opaque:
-        seen += [("an argument", value, False) for value in opaque]
+        seen += [("an argument", value, _HELD) for value in opaque]
     if not seen:
         return None
-    found = Reach(codes)
-    for name, value, may_change in seen:
-        _add_leaves(found, name, value, may_change, _DEPTH)
+    for name, value, scope in seen:
+        _add_leaves(found, name, value, scope, _DEPTH)
     return found if found.modules or found.tensors or found.generators else None
 
 
-def _add_leaves(found: Reach, name: str, value: Any, may_change: bool, depth: int) -> None:
-    kind = type(value)
-    if isinstance(value, _LEAVES):
+def _add_leaves(found: Reach, name: str, value: Any, scope: int, depth: int) -> None:
+    kind = type(value)  # of a proxy it is the proxy's, which is looked at no further
+    if issubclass(kind, _LEAVES):
         found.add(name, value)
-        if may_change and not isinstance(value, torch.Generator):
-            found.names.setdefault(name, ref(value))
+        if scope > _HELD and not issubclass(kind, torch.Generator):
+            found.names.setdefault((scope, name), ref(value))
     elif kind in _FUNCTIONS:
         if depth:
-            for inner_name, inner, inner_may_change in _seen_by(value, found.codes, fixed=False):
-                _add_leaves(found, inner_name, inner, inner_may_change, depth - 1)
+            for inner_name, inner, inner_scope in _seen_by(value, found, fixed=scope == _PUT_BACK):
+                _add_leaves(found, inner_name, inner, inner_scope, depth - 1)
     elif kind in _CONTAINERS:
         for key, item in islice(value.items() if kind is dict else enumerate(value), _ITEMS):
-            if isinstance(item, _IN_CONTAINERS):
+            if issubclass(type(item), _IN_CONTAINERS):
                 found.add(f"{name}[{key!r}]", item)
 
 
-def _seen_by(function: Any, codes: list[CodeType], *, fixed: bool) -> list[Seen]:
-    """What a function sees, without what can hold nothing of interest; ``fixed``: its cells cannot change."""
+def _seen_by(function: Any, found: Reach, *, fixed: bool) -> list[Seen]:
+    """What a function sees, without what can hold nothing of interest; ``fixed``: its cells are put back."""
     kind = type(function)
     if kind is FunctionType:
-        codes.append(function.__code__)
+        if id(function) in found.functions:
+            return []
+        found.functions[id(function)] = function
         return _seen_by_code(function, fixed)
     if kind is MethodType:
-        return [("self", function.__self__, False), *_seen_by(function.__func__, codes, fixed=False)]
+        return [("self", function.__self__, _HELD), *_seen_by(function.__func__, found, fixed=fixed)]
     if kind is partial:
-        held = [(f"argument {index}", value, False) for index, value in enumerate(function.args)]
-        named = [(name, value, False) for name, value in function.keywords.items()]
-        return [*_seen_by(function.func, codes, fixed=False), *held, *named]
-    return [("", function, False)] if isinstance(function, nn.Module) else []
+        held = [(f"argument {index}", value, _HELD) for index, value in enumerate(function.args)]
+        named = [(name, value, _HELD) for name, value in function.keywords.items()]
+        return [*_seen_by(function.func, found, fixed=fixed), *held, *named]
+    return [("", function, _HELD)] if issubclass(kind, nn.Module) else []
 
 
 def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
@@ -115,23 +120,24 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
     if function.__closure__ is not None:
         values = contents(function)
         if not _BORING.issuperset(map(type, values)):
-            seen += [(name, value, not fixed) for name, value in zip(code.co_freevars, values, strict=True)]
+            scope = _PUT_BACK if fixed else id(function)
+            seen += [(name, value, scope) for name, value in zip(code.co_freevars, values, strict=True)]
     if function.__defaults__ or function.__kwdefaults__:
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        seen += [("a default", value, False) for value in defaults if type(value) not in _BORING]
+        seen += [("a default", value, _HELD) for value in defaults if type(value) not in _BORING]
     namespace = function.__globals__
     for name in _globals_of(code):
         value = namespace.get(name)
         if type(value) not in _BORING:
-            seen.append((name, value, True))
+            seen.append((name, value, id(namespace)))
     return seen
 
 
-class Empty:
+class _Nothing:
     """Stands for the content of a cell that has none."""
 
 
-_EMPTY = Empty()
+NOTHING = _Nothing()
 
 
 def contents(function: FunctionType) -> list[Any]:
@@ -140,14 +146,15 @@ def contents(function: FunctionType) -> list[Any]:
     try:
         return [cell.cell_contents for cell in cells]
     except ValueError:
-        return [_content(cell) for cell in cells]
+        return [content(cell) for cell in cells]
 
 
-def _content(cell: CellType) -> Any:
+def content(cell: CellType) -> Any:
+    """What stands in a cell."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return NOTHING
 
 
 @lru_cache(maxsize=4096)
@@ -161,8 +168,12 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def set_by(code: CodeType) -> frozenset[str]:
     """The names outside itself that a function sets, by its own code or by that of functions it defines."""
-    steps = (step for part in _parts(code) for step in dis.get_instructions(part))
-    return frozenset(str(step.argval) for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL"))
+    steps = ((part, step) for part in _parts(code) for step in dis.get_instructions(part))
+    return frozenset(
+        str(step.argval)
+        for part, step in steps
+        if step.opname == "STORE_GLOBAL" or (step.opname == "STORE_DEREF" and step.argval in part.co_freevars)
+    )
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:

@@ -8,7 +8,9 @@ What a parameter or a captured tensor was before it was changed is gone: a repla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -27,6 +29,9 @@ _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
 
+Children = list[tuple[nn.Module, dict[str, "nn.Module | None"]]]
+
+
 class State:
     """What one call reaches, as it was in forward.
 
@@ -40,6 +45,7 @@ class State:
     __slots__ = (
         "_buffers",
         "_captured",
+        "_children",
         "_generators",
         "_modes",
         "_modules",
@@ -58,6 +64,7 @@ class State:
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
         self._buffers = Buffers(self._modules)
+        self._children = [(module, dict(module._modules)) for module in self._modules if module._modules]
         self._parameters = _parameters(self._modules)
         self._requires_grad = list(map(_requires_grad, self._parameters))
         self._versions = compat.versions_of(self._parameters)
@@ -88,6 +95,7 @@ class State:
         wanted = map(id, self._modules) if everything else self._buffers.owners()
         begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
         try:
+            begun.children = _swap_children(self._children)
             stale = self._buffers.stale()
             gone = (buffer.here() for buffer in stale if buffer.start is None)
             lost = [tensor for tensor in gone if tensor is not None]
@@ -99,12 +107,21 @@ class State:
             raise
         return begun
 
+    @contextmanager
+    def begun(self, replay: Replay, function: Callable[..., Any], *, complete: bool) -> Iterator[Watch | None]:
+        """`begin`, and put back what was there; gives the watch to enter around the function, if there is one."""
+        begun = self.begin(replay, function, complete=complete)
+        try:
+            yield begun.watch
+        finally:
+            begun.put_back()
+
     def _set(self, begun: Begun, stale: list[Buffer]) -> None:
         begun.buffers = self._buffers.place(stale)
         if begun.modes != self._modes:
             _set_modes(self._modules, self._modes)
         if begun.requires_grad != self._requires_grad:
-            begun.switched += _switch(self._parameters, self._requires_grad)
+            _switch(self._parameters, self._requires_grad)
         for place, _, requires_grad in self._captured:
             tensor = place()
             if tensor is not None and tensor.requires_grad != requires_grad:
@@ -136,14 +153,15 @@ class State:
     def _replaced(self) -> list[torch.Tensor]:
         """Parameters that stand where forward had others."""
         here = _parameters(self._modules)
-        ids = list(map(id, here))
-        if ids == list(map(id, self._parameters)):
+        if list(map(id, here)) == list(map(id, self._parameters)):
             return []
-        there, now = set(map(id, self._parameters)), set(ids)
+        then, now = Counter(map(id, self._parameters)), Counter(map(id, here))
         # Sharded parameters are swapped for whole ones and back by whoever shards them.
-        if all(type(p) is not nn.Parameter for p in self._parameters if id(p) not in now):
+        if now != then and all(type(p) is not nn.Parameter for p in self._parameters if now[id(p)] < then[id(p)]):
             return []
-        return [p for p in here if id(p) not in there]
+        if len(here) == len(self._parameters):
+            return [p for p, was in zip(here, self._parameters, strict=True) if p is not was]
+        return [p for p in here if now[id(p)] > then[id(p)]]
 
     def _rebound(self, replay: Replay, function: Callable[..., Any]) -> list[tuple[str, torch.Tensor]]:
         """Names that stand for other tensors now: variables of outer functions, globals that were set anew.
@@ -157,12 +175,13 @@ class State:
         other = [
             name
             for name in {**then, **now}
-            if name not in own and (now.get(name) is None or now.get(name) is not then.get(name))
+            if name[1] not in own and (now.get(name) is None or now.get(name) is not then.get(name))
         ]
-        refused = [name for name in other if not isinstance(now.get(name), torch.Tensor)]
+        refused = [name[1] for name in other if not isinstance(now.get(name), torch.Tensor)]
         if refused:
             raise StateChangedError(replay.label, [], refused)
-        return [(name, tensor) for name, tensor in now.items() if name in other and isinstance(tensor, torch.Tensor)]
+        found = [(name[1], now.get(name)) for name in other]
+        return [(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 class Begun:
@@ -172,14 +191,27 @@ class Begun:
         watch: to enter around the function if something it reaches was changed since forward.
     """
 
-    __slots__ = ("_turn", "buffers", "generators", "modes", "modules", "requires_grad", "switched", "watch")
+    __slots__ = (
+        "_turn",
+        "buffers",
+        "children",
+        "generators",
+        "modes",
+        "modules",
+        "parameters",
+        "requires_grad",
+        "switched",
+        "watch",
+    )
 
     def __init__(self, turn: tuple[int, ...], modules: list[nn.Module], parameters: list[torch.Tensor]) -> None:
         self._turn = turn
         self.modules = modules
         self.modes = list(map(_training, modules))
+        self.parameters = parameters
         self.requires_grad = list(map(_requires_grad, parameters))
         self.switched: list[tuple[torch.Tensor, bool]] = []
+        self.children: Children = []
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.buffers: buffers.Found = []
         self.watch: Watch | None = None
@@ -187,8 +219,11 @@ class Begun:
     def put_back(self) -> None:
         """The replay has ended, one way or the other."""
         buffers.put_back(self.buffers)
+        _swap_children(self.children)
         if list(map(_training, self.modules)) != self.modes:  # forward's, or switched by a function that stopped
             _set_modes(self.modules, self.modes)
+        if list(map(_requires_grad, self.parameters)) != self.requires_grad:
+            _switch(self.parameters, self.requires_grad)
         for tensor, requires_grad in self.switched:
             tensor.requires_grad_(requires_grad)
         for generator, state in self.generators:
@@ -202,6 +237,20 @@ def _names_of(tensors: list[torch.Tensor], reached: Reach | None) -> list[str]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             known.setdefault(id(tensor), f"{path}.{name}" if path else name)
     return [known.get(id(tensor), "a tensor that it no longer reaches") for tensor in tensors]
+
+
+def _swap_children(wanted: Children) -> Children:
+    """Give modules the children they had; return what they have, of those that differ."""
+    found = [(module, dict(module._modules), children) for module, children in wanted if not _same(module, children)]
+    for module, _, children in found:
+        module._modules.clear()
+        module._modules.update(children)
+    return [(module, there) for module, there, _ in found]
+
+
+def _same(module: nn.Module, children: dict[str, nn.Module | None]) -> bool:
+    here = module._modules
+    return list(here) == list(children) and list(map(id, here.values())) == list(map(id, children.values()))
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from threading import Condition
 
+from regrow import errors
+from regrow._core.faults import CheckpointError
 from regrow._core.lifecycle import Replay
+
+WAIT_S = 60.0  # then the two wait for each other: the function hands work on its own modules to another thread
 
 _freed = Condition()
 # By id of the module: the replays that have it, the innermost last.
@@ -30,7 +34,8 @@ def take(modules: Iterable[int], replay: Replay) -> tuple[int, ...]:
     inside = list(replay.around())
     with _freed:
         while any(_taken[module][-1] not in inside for module in wanted if module in _taken):
-            _freed.wait()
+            if not _freed.wait(WAIT_S):
+                raise CheckpointError(errors.waited(replay.label, WAIT_S), label=replay.label)
         for module in wanted:
             _taken.setdefault(module, []).append(replay)
     return wanted

@@ -15,25 +15,35 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regrow._core import compat, trees
+from regrow._core.copies import span_bytes
 from regrow._core.faults import StateChangedError
 from regrow._core.lifecycle import Replay
+
+# What an operator is given, as far as it matters whether it is the same memory: storage, first and last byte.
+_Place = tuple[int, int, int]
 
 
 class Watch(TorchDispatchMode):
     """Sees every operator of one replay, and what it saves.
 
-    Sees neither kernels that are launched past torch's dispatcher nor what Python reads of a tensor's memory.
+    Sees neither kernels that are launched past torch's dispatcher nor what Python reads of a tensor's memory; of
+    compiled code it sees what that saves.
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs compiled, and saves what it saved in forward."""
+        return True
 
     def __init__(self, replay: Replay, changed: list[tuple[str, torch.Tensor]], rebound: list[tuple[str, Any]]) -> None:
         """Watch over tensors that were changed in place, and tensors that names stand for since forward."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._replay = replay
-        self._alive = changed, rebound  # so that no other tensor can take the place of one
-        self._changed = {key: name for name, tensor in changed for key in _keys(tensor)}
-        self._rebound = {key: name for name, tensor in rebound for key in _keys(tensor)}
+        # Held, so that no other tensor can take the place of one.
+        self._changed = [(name, tensor, _place(tensor)) for name, tensor in changed]
+        self._rebound = [(name, tensor, _place(tensor)) for name, tensor in rebound]
 
     def pack_hook(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """A pack hook that looks at what the replay saves: the last operator saves and never runs."""
@@ -49,29 +59,48 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run the operator unless it reads what was changed."""
         kwargs = kwargs or {}
-        if not _is_view(func):  # what reads the view is seen
+        if not _reads_nothing(func):
             self._look_at(trees.tensors_in([args, kwargs]))
         return func(*args, **kwargs)
 
     def _look_at(self, tensors: list[torch.Tensor]) -> None:
-        keys = {key for tensor in tensors for key in _keys(tensor)}
-        changed = [name for key, name in self._changed.items() if key in keys]
-        rebound = [name for key, name in self._rebound.items() if key in keys]
+        changed = _names_among(self._changed, tensors)
+        rebound = _names_among(self._rebound, tensors)
         if changed or rebound:
-            names = list(dict.fromkeys(changed)), list(dict.fromkeys(rebound))
             # Kept there, too: the function may swallow what is raised here.
-            self._replay.refusal = StateChangedError(self._replay.label, *names)
+            self._replay.refusal = StateChangedError(self._replay.label, changed, rebound)
             raise self._replay.refusal
 
 
-def _keys(tensor: torch.Tensor) -> list[tuple[str, int]]:
+def _names_among(watched: list[tuple[str, torch.Tensor, _Place | None]], tensors: list[torch.Tensor]) -> list[str]:
+    places = [(tensor, _place(tensor)) for tensor in tensors]
+    return list(
+        dict.fromkeys(
+            name
+            for name, mine, place in watched
+            if any(tensor is mine or _overlap(other, place) for tensor, other in places)
+        )
+    )
+
+
+def _place(tensor: torch.Tensor) -> _Place | None:
     storage = compat.storage_key(tensor)
-    return [("tensor", id(tensor))] if storage is None else [("tensor", id(tensor)), ("storage", storage)]
+    if storage is None or tensor.layout is not torch.strided:
+        return None
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return storage, begin, begin + span_bytes(tensor)
+
+
+def _overlap(one: _Place | None, other: _Place | None) -> bool:
+    return one is not None and other is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 @lru_cache(maxsize=4096)
-def _is_view(func: Any) -> bool:
+def _reads_nothing(func: Any) -> bool:
+    """Whether an operator makes a view, whose readers are seen, or asks only for shape and type."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
-    return any(value.alias_info is not None for value in schema.returns)
+    name = str(schema.name).rpartition("::")[2]
+    is_view = any(value.alias_info is not None for value in schema.returns)
+    return is_view or name.endswith("_like") or name.startswith("new_")

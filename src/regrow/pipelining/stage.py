@@ -170,7 +170,7 @@ class PipelineStage(TorchStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """The gradients for a previous stage on this rank; none in evaluation, where torch's stage raises."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take them."""

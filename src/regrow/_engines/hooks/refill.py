@@ -27,6 +27,7 @@ class Refill:
     """
 
     __slots__ = (
+        "_deeper",
         "_last_count",
         "_owner",
         "_plain_site",
@@ -62,8 +63,13 @@ class Refill:
         self._last_count = 0
         self.differences: list[Difference] = []
 
-    def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay."""
+    def pack_hook(self, *, watched: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay.
+
+        Args:
+            watched: whether another hook calls it, and stands between it and the operator's caller.
+        """
+        self._deeper = 1 if watched else 0
         if not self._unwatched:
             return self._last
         rows, owner, shared, last = self._rows, self._owner, self._shared, self._last
@@ -119,7 +125,7 @@ class Refill:
                 slot.owner = self._owner
         # A gradient inside the function may run on a thread of the engine: no user code to stop there, and no frame.
         if self._stop_depth is not None and (plain or index == self.wanted - 1) and get_ident() == self._thread:
-            self._watch(index, sys._getframe(depth), self._stop_depth, plain=plain)
+            self._watch(index, sys._getframe(depth + self._deeper), self._stop_depth, plain=plain)
         return value
 
     def _watch(self, index: int, caller: FrameType, stop_depth: int, *, plain: bool) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow._core import compat, replaying
-from regrow._core.closures import Closure, closure_of
+from regrow._core.closures import Closure, cells_of, closure_of
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
@@ -51,6 +51,7 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
+        cells: what the cells of the function held before forward, until it has returned.
         closure: what the function closed over when forward returned; None if nothing.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
         outer: the replay that made this call; None for a call of forward.
@@ -59,6 +60,7 @@ class HooksFrame(Frame):
     """
 
     __slots__ = (
+        "cells",
         "closure",
         "compares",
         "contexts",
@@ -86,6 +88,7 @@ class HooksFrame(Frame):
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
+        self.cells = cells_of(function)
         self.closure: Closure | None = None
         self.state: ReachedState | None = None
         self.outer: Replay | None = None
@@ -93,11 +96,10 @@ class HooksFrame(Frame):
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
         self.inputs.check_after_forward()
-        if self.state is None:
-            self.closure = closure_of(self.function, ())
-        else:
+        if self.state is not None:
             self.state.after_forward()
-            self.closure = closure_of(self.function, self.state.own)
+        self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
+        self.cells = None
         self.complete = True
 
     def prefire(self, session: Session) -> None:
@@ -125,6 +127,7 @@ class HooksFrame(Frame):
         except BaseException:
             self.release(owner, Reason.FAILED)
             slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
+            replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
@@ -165,20 +168,19 @@ class HooksFrame(Frame):
         finally:
             thread.reading = reading
         function = self.function if self.closure is None else self.closure.as_then()
-        begun = None if self.state is None else self.state.begin(replay, function, complete=self.complete)
-        watch = None if begun is None else begun.watch
         around, thread.replay = thread.replay, replay
         thread.reading = None
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
-        contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
         try:
             with Restored(self.environment):
-                self._call(function, args, kwargs, refill, contexts, watch)
+                if self.state is None:
+                    self._call(function, args, kwargs, refill, log, None)
+                else:
+                    with self.state.begun(replay, function, complete=self.complete) as watch:
+                        self._call(function, args, kwargs, refill, log, watch)
         finally:
             thread.replay, thread.reading = around, reading
-            if begun is not None:
-                begun.put_back()
         if replay.refusal is not None:
             raise replay.refusal
 
@@ -188,11 +190,12 @@ class HooksFrame(Frame):
         args: list[Any],
         kwargs: dict[str, Any],
         refill: Refill,
-        contexts: tuple[AbstractContextManager[Any], ...],
+        log: OperatorLog | None,
         watch: Watch | None,
     ) -> None:
         modes = compat.function_mode_count()
-        pack = refill.pack_hook()
+        contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
+        pack = refill.pack_hook(watched=watch is not None)
         compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
         try:
             if contexts:
