@@ -1,5 +1,7 @@
 """Like D3: what was changed since forward counts where a replay reads it, and nowhere else."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -286,3 +288,110 @@ def test_nothing_is_watched_where_nothing_was_changed(engine):
     engine.checkpoint(function, torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert seen == [None, None]
     assert not regrow.is_recomputing()
+
+
+def test_noise_that_the_last_operator_still_writes(engine, anywhere):
+    """Rule 5: the watch does not make the stop come early; RReLU writes its noise after it saved it."""
+
+    def grads(call):
+        torch.manual_seed(3)
+        layer, other, act = nn.Linear(4, 4), nn.Linear(4, 4), nn.RReLU()
+
+        def function(t):
+            assert other is not None
+            return act(layer(t))
+
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = call(function, x).sum()
+        step(other)
+        anywhere(loss.backward)
+        return x.grad
+
+    assert torch.equal(grads(engine.checkpoint), grads(lambda function, *args: function(*args)))
+
+
+def test_parameters_that_are_parts_of_one_buffer(same_in_any_way):
+    """Rule 24: as in flat optimisers; the step of one does not refuse the others."""
+
+    def program(run):
+        flat = torch.randn(40)
+        blocks = [nn.Linear(4, 4) for _ in range(2)]
+        for index, block in enumerate(blocks):
+            block.weight.data = flat[index * 16 : index * 16 + 16].view(4, 4)
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = run(lambda t: blocks[0](t).sin() if blocks else t, x).sum()
+        step(blocks[1])
+        run.backward(loss)
+        return x.grad, blocks[0].weight.grad
+
+    same_in_any_way(program)
+
+
+def test_compiled_code_beside_a_changed_parameter(engine):
+    """Rule 24: it runs compiled in the replay, and saves what it saved in forward."""
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    compiled = torch.compile(lambda t: layer(t).sin().exp() * 2, backend="aot_eager")
+
+    def function(t):
+        assert other is not None
+        return compiled(t).sin()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    want = torch.autograd.grad(function(x).sum(), x)[0]
+    loss = engine.checkpoint(function, x).sum()
+    step(other)
+    loss.backward()
+    torch.testing.assert_close(x.grad, want)
+
+
+def test_a_refusal_holds_nothing(engine):
+    """Rule 12: neither what the replay made nor the module, with the garbage collector off."""
+    alive = []
+
+    def run():
+        layer = nn.Linear(4, 4)
+
+        def function(t):
+            h = t.exp()
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage()))
+            return layer(h).sin()
+
+        loss = engine.checkpoint(function, torch.randn(3, 4, requires_grad=True)).sum()
+        step(layer)
+        with pytest.raises(StateChangedError):
+            loss.backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        assert all(storage.expired() for storage in alive)
+    finally:
+        gc.enable()
+
+
+def test_a_head_that_is_exchanged_between_forward_and_backward(same_in_any_way):
+    """Rule 24: the replay runs the children that forward ran, and leaves the new ones in place."""
+
+    def program(run):
+        model = Model()
+        heads = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+        x = torch.randn(3, 4, requires_grad=True)
+        losses = []
+        for head in heads:
+            model.head = head
+            losses.append(run(model.last, x).sum())
+        run.backward(sum(losses))
+        assert model.head is heads[-1]
+        return x.grad, [p.grad for head in heads for p in head.parameters()]
+
+    same_in_any_way(program)
+
+
+def test_parameters_that_changed_places_are_refused(engine, anywhere):
+    """Rule 24: both are known, and neither is where it was."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
+    loss = engine.checkpoint(model, x).exp().sum()
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    with pytest.raises(StateChangedError):
+        anywhere(loss.backward)

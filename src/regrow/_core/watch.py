@@ -33,6 +33,11 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap the mode and import its compiler at the first operator, in the middle of a backward."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code runs compiled, and saves what it saved in forward."""
         return True
