@@ -7,7 +7,7 @@ that it closes over, what a decorator wraps among them. Functions that shared a 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -29,21 +29,22 @@ class Closure:
     Memory: holds what the cells held until the frame dies, as if it were an argument.
     """
 
-    __slots__ = ("_cells", "_function", "_then")
+    __slots__ = ("_cells", "_function", "_plain", "_then")
 
     def __init__(self, function: Any, found: FunctionType, before: list[Any], written: Container[int]) -> None:
         self._function = function
-        self._cells: list[CellType] = list(found.__closure__ or ())
-        self._then: list[Any] = contents(found)
-        for index, (was, value) in enumerate(zip(before, self._then, strict=True)):
-            if value is not was:
-                self._then[index] = NOTHING
-        if not _PLAIN.issuperset(map(type, self._then)):
+        self._cells: Sequence[CellType] = found.__closure__ or ()
+        self._then = then = contents(found)
+        self._plain = _PLAIN.issuperset(map(type, then))
+        if not self._plain or then != before:
+            self._then = [now if now is was else NOTHING for was, now in zip(before, then, strict=True)]
             self._look_inside(found, written)
 
     def as_then(self) -> Any:
         """The function itself, or one with the same code that sees what forward saw."""
         now = [content(cell) for cell in self._cells]
+        if self._plain and now == self._then:
+            return self._function
         changed = {
             id(cell): then
             for cell, then, value in zip(self._cells, self._then, now, strict=True)
@@ -59,12 +60,14 @@ class Closure:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             if name in set_by(function.__code__)
         }
-        seen = set(map(id, self._cells))
+        self._plain = False
+        self._cells = cells = list(self._cells)
+        seen = set(map(id, cells))
         for function in functions[1:]:
             for cell in function.__closure__ or ():
                 if id(cell) not in seen:
                     seen.add(id(cell))
-                    self._cells.append(cell)
+                    cells.append(cell)
                     self._then.append(content(cell))
         for index, (cell, value) in enumerate(zip(self._cells, self._then, strict=True)):
             if id(cell) in own or id(value) in written:
@@ -118,20 +121,23 @@ class _Rebuilding:
         )
 
 
-def closure_of(function: Any, before: list[Any] | None, written: Container[int]) -> Closure | None:
-    """What a function closes over; None if it has no cells.
+def closure_of(function: Any, before: list[Any], written: Container[int]) -> Closure:
+    """What a function closes over.
 
     Args:
-        function: any callable.
-        before: what its cells held before forward.
+        function: any callable that `cells_of` found cells in.
+        before: what they held before forward.
         written: ids of tensors that forward wrote into: they belong to the graph that holds the frame.
     """
-    found = _function_in(function)
-    return None if found is None or before is None else Closure(function, found, before, written)
+    found = function if type(function) is FunctionType else _function_in(function)
+    assert found is not None
+    return Closure(function, found, before, written)
 
 
 def cells_of(function: Any) -> list[Any] | None:
     """What the cells of a function hold now; None if it has none."""
+    if type(function) is FunctionType:
+        return None if function.__closure__ is None else contents(function)
     found = _function_in(function)
     return None if found is None else contents(found)
 

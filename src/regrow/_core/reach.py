@@ -68,8 +68,16 @@ class Reach:
         return frozenset().union(*(set_by(function.__code__) for function in self.functions.values()))
 
 
-def reach(function: Any, opaque: tuple[Any, ...]) -> Reach | None:
-    """What a function reaches, and what lies among its arguments that are no tensors; None if that is nothing."""
+def reach(function: Any, opaque: tuple[Any, ...], cells: list[Any] | None = None) -> Reach | None:
+    """What a function reaches; None if that is nothing.
+
+    Args:
+        function: any callable.
+        opaque: what lies among its arguments that is no tensor.
+        cells: what the cells of a plain function hold, for whoever has looked already.
+    """
+    if type(function) is FunctionType and not opaque and _sees_nothing(function, cells):
+        return None
     found = Reach()
     seen = _seen_by(function, found, fixed=True)
     if opaque:
@@ -79,6 +87,16 @@ def reach(function: Any, opaque: tuple[Any, ...]) -> Reach | None:
     for name, value, scope in seen:
         _add_leaves(found, name, value, scope, _DEPTH)
     return found if found.modules or found.tensors or found.generators else None
+
+
+def _sees_nothing(function: FunctionType, cells: list[Any] | None) -> bool:
+    if function.__defaults__ or function.__kwdefaults__:
+        return False
+    namespace = function.__globals__
+    for name in _globals_of(function.__code__):
+        if type(namespace.get(name)) not in _BORING:
+            return False
+    return function.__closure__ is None or (cells is not None and _BORING.issuperset(map(type, cells)))
 
 
 def _add_leaves(found: Reach, name: str, value: Any, scope: int, depth: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from regrow import arguments, errors
 from regrow._core import collect, compat, replaying, session, trees
+from regrow._core.closures import cells_of
 from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError
 from regrow._core.inputs import Inputs
@@ -69,7 +70,8 @@ def _frame(
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
-    reached = reach(function, template.opaque)
+    frame.cells = cells = cells_of(function)
+    reached = reach(function, template.opaque, cells)
     if reached is not None:
         frame.state = State(reached, template.opaque)
     return frame

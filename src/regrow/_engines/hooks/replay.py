@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow._core import compat, replaying
-from regrow._core.closures import Closure, cells_of, closure_of
+from regrow._core.closures import Closure, closure_of
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
@@ -88,7 +88,7 @@ class HooksFrame(Frame):
         self.contexts: tuple[AbstractContextManager[Any], ...] = ()
         self.kept: tuple[Kept, ...] = ()
         self.log: OperatorLog | None = None
-        self.cells = cells_of(function)
+        self.cells: list[Any] | None = None
         self.closure: Closure | None = None
         self.state: ReachedState | None = None
         self.outer: Replay | None = None
@@ -98,8 +98,9 @@ class HooksFrame(Frame):
         self.inputs.check_after_forward()
         if self.state is not None:
             self.state.after_forward()
-        self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
-        self.cells = None
+        if self.cells is not None:
+            self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
+            self.cells = None
         self.complete = True
 
     def prefire(self, session: Session) -> None:
