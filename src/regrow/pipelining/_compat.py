@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 _PACKAGE = "torch.distributed.pipelining"
 
@@ -52,10 +53,19 @@ for _name, _why in (
     ("backward_maybe_with_nosync", "regrow splits backward itself"),
     ("get_fwd_send_ops", "an aborted step knows what it sent"),
     ("get_bwd_send_ops", "an aborted step knows what it sent"),
+    ("get_fwd_recv_ops", "an aborted step knows what it waits for"),
+    ("get_bwd_recv_ops", "an aborted step knows what it waits for"),
     ("get_local_bwd_output", "evaluation on neighbouring stages has no gradients"),
     ("set_local_bwd_input", "evaluation on neighbouring stages has no gradients"),
     ("clear_runtime_states", "every step starts clean"),
 ):
     _private("stage", f"PipelineStage.{_name}", _why)
+
+
+# Where ranks that aborted a step find each other, past the messages in flight. Deleted by a public getter.
+def store(prefix: str) -> Any:
+    """The store of the default process group, under a prefix of one's own."""
+    return PrefixStore(prefix, _get_default_store())
+
 
 FSDPModule: Any = _private("stage", "FSDPModule", "stages may be sharded")

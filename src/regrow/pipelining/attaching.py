@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +24,7 @@ _log = logging.getLogger("regrow.pipelining")
 
 # What each attached schedule was before, to give it back.
 _attached: WeakKeyDictionary[Any, Plan] = WeakKeyDictionary()
+_serials = count()
 _WAITS = ("bwd_recv_ops", "fwd_recv_ops")
 
 
@@ -142,15 +144,19 @@ class _SafeStep:
     def __init__(self, schedule: Any, before: Callable[..., Any] | None) -> None:
         self._schedule = ref(schedule)  # which holds this
         self.before = before
+        # All ranks attach the same schedules in the same order, and take the same steps.
+        self._serial = next(_serials)
+        self._steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         schedule = self._schedule()
         assert schedule is not None
         step = self.before or type(schedule).step.__get__(schedule)
+        self._steps += 1
         try:
             return step(*args, **kwargs)
         except BaseException as error:
-            recover(schedule, _stages(schedule), error)
+            recover(schedule, _stages(schedule), error, f"{self._serial}/{self._steps}")
             raise
 
 

@@ -7,37 +7,64 @@ silently wrong, since the stale loss has no graph any more.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from regrow.pipelining import _compat
+from regrow.pipelining.draining import drain
 from regrow.pipelining.stage import PipelineStage
 
 _log = logging.getLogger("regrow.pipelining")
 
 _NOTE = (
-    "regrow: this step was aborted with {count} receives posted that no message came for. Peers that did not raise "
-    "cannot go on, and messages in flight would reach the wrong step: destroy and rebuild the process group before the "
-    "next step."
+    "regrow: this step was aborted, and not every rank of the pipeline said within {seconds:g} s that it was, too. "
+    "Messages in flight would reach the wrong step: destroy and rebuild the process group before the next step."
 )
+PEERS_S = 10.0  # how long a rank that raised waits to hear that the others did
 
 
-def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseException) -> None:
-    """Reset a schedule after its step raised; the exception says if messages are in flight."""
+def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseException, step: str) -> None:
+    """Reset a schedule after its step raised; the exception says if messages are in flight.
+
+    Args:
+        schedule: what was attached.
+        stages: those of its stages that are ours.
+        error: what the step raised.
+        step: a name for this step that all ranks agree on.
+    """
     for stage in stages.values():
         stage.forget()
     schedule._internal_losses.clear()
-    if not isinstance(schedule, _compat.RuntimeSchedule):
-        return
-    posted = [
-        work for waits in (schedule.fwd_recv_ops, schedule.bwd_recv_ops) for works in waits.values() for work in works
-    ]
-    schedule.fwd_recv_ops.clear()
-    schedule.bwd_recv_ops.clear()
-    schedule.backward_counter.clear()
-    _reshard(schedule)
-    in_flight = sum(not work.is_completed() for work in posted)
-    if in_flight:
-        _add_note(error, _NOTE.format(count=in_flight))
+    drained = _is_alone(stages.values()) or _drain(schedule, stages, step)
+    if isinstance(schedule, _compat.RuntimeSchedule):
+        schedule.fwd_recv_ops.clear()
+        schedule.bwd_recv_ops.clear()
+        schedule.backward_counter.clear()
+        _reshard(schedule)
+    for stage in stages.values():
+        stage.messages.clear()
+    if not drained:
+        _add_note(error, _NOTE.format(seconds=PEERS_S))
+
+
+def _drain(schedule: Any, stages: dict[int, PipelineStage], step: str) -> bool:
+    """Bring all messages to their end; False where that cannot be done."""
+    if not isinstance(schedule, _compat.RuntimeSchedule) or len(stages) != len(schedule._stages):
+        return False  # what was sent and received cannot be told
+    try:
+        if not drain(list(stages.values()), step, PEERS_S):
+            return False
+        for waits in (schedule.fwd_recv_ops, schedule.bwd_recv_ops):
+            for work in (work for works in waits.values() for work in works):
+                work.wait()
+    except RuntimeError:  # the group is broken already: it gave up waiting for a message
+        _log.debug("messages of an aborted step could not be completed", exc_info=True)
+        return False
+    return True
+
+
+def _is_alone(stages: Iterable[PipelineStage]) -> bool:
+    return all(stage.group_size == 1 for stage in stages)
 
 
 def _reshard(schedule: Any) -> None:

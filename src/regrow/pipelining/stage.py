@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ from regrow.pipelining.sites import Sites
 
 Outputs = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, ...]
+
+
+# "forward" or "backward", the stage that sends it, the micro-batch.
+Message = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class Messages:
+    """What a step sent, and what it posted receives for, in order."""
+
+    sent: list[Message] = field(default_factory=list)
+    posted: list[Message] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.sent.clear()
+        self.posted.clear()
 
 
 class PipelineStage(TorchStage):
@@ -43,6 +61,7 @@ class PipelineStage(TorchStage):
 
     Attributes:
         plan: what `attach` decided; without it replays come when backward asks for them.
+        messages: what this step sent and posted receives for.
         retention_misses: how often dw read a value that had been let go after dx, and a call was replayed once more.
 
     Raises:
@@ -66,8 +85,7 @@ class PipelineStage(TorchStage):
         self._follows: Callable[[int], bool] = lambda microbatch: False
         self._microbatches: dict[int, MicroBatch] = {}
         self._begun: set[int] = set()
-        # What this step sent, for whoever has to clean up after it: (kind, microbatch).
-        self.sent: list[tuple[str, int]] = []
+        self.messages = Messages()
 
     @property
     def retention_misses(self) -> int:
@@ -79,16 +97,13 @@ class PipelineStage(TorchStage):
 
         Args:
             microbatch: its number; one without calls, or whose backward has begun, is left alone.
-            full: whether the backward to come is a full one, which ``prefire_bytes`` bounds. The first stage computes
-                nothing in dx, so a split backward of it is not prefired.
+            full: whether the backward to come is a full one, which ``prefire_bytes`` bounds. Of the first stage it
+                always is: it computes nothing in dx, and all in dw.
         """
         waiting = self._microbatches.get(microbatch)
         if waiting is None or microbatch in self._begun:
             return
-        if full:
-            waiting.prefire(self.plan.prefire_bytes)
-        elif not self.is_first:
-            waiting.prefire(float("inf"))
+        waiting.prefire(self.plan.prefire_bytes if full or self.is_first else float("inf"))
 
     def is_due(self, microbatch: int) -> bool:
         """Whether a micro-batch's backward is still to come."""
@@ -101,7 +116,6 @@ class PipelineStage(TorchStage):
         for left in (
             self._microbatches,
             self._begun,
-            self.sent,
             self.fwd_cache,
             self.bwd_cache,
             self.output_chunks,
@@ -113,6 +127,7 @@ class PipelineStage(TorchStage):
     def clear_runtime_states(self) -> None:
         """Begin a step."""
         self.forget()
+        self.messages.clear()
         super().clear_runtime_states()
 
     def forward_one_chunk(
@@ -160,13 +175,37 @@ class PipelineStage(TorchStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What to send to the next stage."""
-        self.sent.append(("forward", fwd_chunk_id))
-        return super().get_fwd_send_ops(fwd_chunk_id)
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self.messages.sent += [("forward", self.stage_index, fwd_chunk_id)] if operations else []
+        return operations
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What to send to the previous stage."""
-        self.sent.append(("backward", bwd_chunk_id))
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        self.messages.sent += [("backward", self.stage_index, bwd_chunk_id)] if operations else []
+        return operations
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What to receive from the previous stage."""
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        self.messages.posted += [("forward", self.stage_index - 1, fwd_chunk_id)] if operations else []
+        return operations
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What to receive from the next stage."""
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
+        self.messages.posted += [("backward", self.stage_index + 1, bwd_chunk_id)] if operations else []
+        return operations
+
+    def receives(self, kind: str, microbatch: int) -> list[dist.P2POp]:
+        """The receives of one message, once more: it was sent, and this stage never came to post them."""
+        return super().get_fwd_recv_ops(microbatch) if kind == "forward" else super().get_bwd_recv_ops(microbatch)
+
+    def shapes(self, kind: str) -> list[tuple[torch.Size, torch.dtype, int]]:
+        """Shape, type and receiving rank of the tensors of a message that this stage sends."""
+        metas = self._stage_meta.outputs if kind == "forward" else self._stage_meta.input_grads
+        peer = self.stage_index_to_group_rank[self.stage_index + (1 if kind == "forward" else -1)]
+        return [(meta.shape, meta.dtype, peer) for meta in metas or () if meta is not None]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """The gradients for a previous stage on this rank; none in evaluation, where torch's stage raises."""
