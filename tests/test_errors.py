@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import regrow
 from regrow._core import compat
+from regrow._core.split import Split, edges_of
 
 TABLE = Path(__file__).parents[1] / "docs" / "errors.md"
 ROW = re.compile(r"^\| `(?P<says>[^`]+)` \| (?P<cls>\w+) \|")
@@ -171,6 +173,77 @@ def raise_under_a_swallowing_context() -> None:
     regrow.checkpoint(lambda x: x.nothing, leaf(), context_fn=lambda: (Swallow(), Swallow()))
 
 
+def make_stage(**options: Any) -> Any:
+    """One stage of two on this process alone, which is a group of one."""
+    from regrow.pipelining import PipelineStage
+
+    return PipelineStage(options.pop("module", nn.Linear(4, 4)), 0, options.pop("n_stages", 1), torch.device("cpu"))
+
+
+def make_schedule(stage_class: Any = None, module: nn.Module | None = None) -> Any:
+    from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
+
+    from regrow.pipelining import PipelineStage
+
+    stages = [
+        (stage_class or PipelineStage)(module or nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2)
+    ]
+    return ScheduleInterleavedZeroBubble(stages, 2, loss_fn=lambda output, target: (output - target).square().mean())
+
+
+def attached(**options: Any) -> Any:
+    from regrow.pipelining import attach
+
+    return attach(make_schedule(), **options)
+
+
+def step(schedule: Any) -> None:
+    schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+
+def attach_to(schedule: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        from regrow.pipelining import attach
+
+        attach(schedule())
+
+    return run
+
+
+def with_other_waits() -> Any:
+    schedule = make_schedule()
+    schedule.bwd_recv_ops = OrderedDict()
+    return schedule
+
+
+def schedule_1f1b(n_microbatches: Any, **options: Any) -> Callable[[], Any]:
+    def run() -> None:
+        from regrow.pipelining import schedule_1f1b
+
+        schedule_1f1b(make_stage(**options), n_microbatches)
+
+    return run
+
+
+def replicas_that_look_for_unused_parameters() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    schedule = make_schedule(module=DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True))
+    step(schedule)
+
+
+def finish_twice() -> None:
+    split = Split(edges_of([leaf().sin().sum()]), [])
+    split.dw()
+    split.dw()
+
+
+def torch_stages() -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    return make_schedule(PipelineStage)
+
+
 def own_forward() -> None:
     module = nn.ReLU()
     module.forward = torch.sin
@@ -224,6 +297,20 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),
     "where must be": lambda: regrow.apply_checkpointing(nn.ReLU(), "ReLU"),
     "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),
+    "schedule must be a schedule": attach_to(lambda: "ZBV"),
+    "schedule has no stage that regrow knows": attach_to(torch_stages),
+    "schedule is attached already": attach_to(attached),
+    "so regrow cannot see its waits": attach_to(with_other_waits),
+    "prefire must be one of": lambda: attached(prefire=True),
+    "retention must be one of": lambda: attached(retention="some"),
+    "keep must be one of": lambda: attached(keep=None),
+    "prefire_bytes must be None or": lambda: attached(prefire_bytes=-1),
+    "; it must return one of": lambda: step(attached(retention=lambda stage, microbatch: None, keep="never")),
+    "; it must return True or False": lambda: step(attached(keep=lambda stage, microbatch: 1)),
+    "n_microbatches must be": schedule_1f1b(0),
+    "1F1B needs one stage per rank": schedule_1f1b(2, n_stages=2),
+    "with find_unused_parameters=True": replicas_that_look_for_unused_parameters,
+    "This backward was finished": finish_twice,
     "which torch": lambda: compat._private("torch._C", "_no_such_name", "a test asks for it"),
 }
 
@@ -234,7 +321,8 @@ def test_the_table_and_the_causes_are_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("says", CAUSES)
-def test_a_mistake_says_what_the_table_says(says: str) -> None:
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_a_mistake_says_what_the_table_says(one_rank: Any, says: str) -> None:
     """Rules 4, 8, 10, 11, 15 and 19: the error has the documented class and sentence."""
     with pytest.raises(Exception, match=re.escape(says)) as caught:
         CAUSES[says]()

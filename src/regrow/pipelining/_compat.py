@@ -22,8 +22,7 @@ def _private(module: str, path: str, why: str) -> Any:
     except AttributeError:
         raise ImportError(
             f"regrow.pipelining needs {_PACKAGE}.{module}.{path} ({why}), which torch {torch.__version__} does not "
-            "have. "
-            "Install a torch version in the range that regrow declares, or report this version."
+            "have. Install a torch version in the range that regrow declares, or report this version."
         ) from None
     return found
 
@@ -33,8 +32,9 @@ def _private(module: str, path: str, why: str) -> Any:
 Schedule: Any = _private("schedules", "_PipelineSchedule", "attach checks what it is given")
 SingleStageSchedule: Any = _private("schedules", "PipelineScheduleSingle", "it has no seam for prefire")
 RuntimeSchedule: Any = _private("schedules", "_PipelineScheduleRuntime", "it runs lists of actions, with a seam")
-for _name in ("_prepare_schedule_with_comms",):
-    _private("schedules", f"_PipelineScheduleRuntime.{_name}", "1F1B is lowered onto that runtime")
+_lower: Any = _private(
+    "schedules", "_PipelineScheduleRuntime._prepare_schedule_with_comms", "1F1B is lowered onto that runtime"
+)
 
 # The actions of those lists. Deleted by a public intermediate representation.
 Action: Any = _private("schedules", "_Action", "1F1B is written as a list of actions")
@@ -60,6 +60,37 @@ for _name, _why in (
     ("clear_runtime_states", "every step starts clean"),
 ):
     _private("stage", f"PipelineStage.{_name}", _why)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages that a schedule runs on this rank. Deleted by a public attribute."""
+    return [schedule._stage] if isinstance(schedule, SingleStageSchedule) else list(schedule._stages)
+
+
+def actions_of(schedule: Any) -> list[Any]:
+    """What a schedule runs on this rank, in order; nothing where it has no list. Deleted by a public representation."""
+    lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
+    return lists.get(stages_of(schedule)[0].group_rank) or []
+
+
+def set_actions(schedule: Any, actions: dict[int, list[Any]]) -> None:
+    """Have a schedule run lists of computations, one per rank. Deleted by a public constructor from lists."""
+    schedule.pipeline_order = actions
+    _lower(schedule, actions)
+
+
+def losses_of(schedule: Any) -> list[torch.Tensor]:
+    """The losses of the running step, which torch keeps when it is aborted. Deleted by a reset of torch's own."""
+    losses: list[torch.Tensor] = schedule._internal_losses
+    return losses
+
+
+def metas_of(stage: Any, kind: str) -> list[Any]:
+    """Shape and type of what a stage sends forward or backward; None where it sends nothing.
+
+    Deleted by a public description of a stage's messages.
+    """
+    return list((stage._stage_meta.outputs if kind == "forward" else stage._stage_meta.input_grads) or ())
 
 
 # Where ranks that aborted a step find each other, past the messages in flight. Deleted by a public getter.

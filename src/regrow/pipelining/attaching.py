@@ -166,7 +166,7 @@ def _stages(schedule: Any) -> dict[int, PipelineStage]:
             f"schedule must be a schedule of torch.distributed.pipelining, got {schedule!r} of type "
             f"{type(schedule).__name__}."
         )
-    stages = [schedule._stage] if isinstance(schedule, _compat.SingleStageSchedule) else schedule._stages
+    stages = _compat.stages_of(schedule)
     ours = {stage.stage_index: stage for stage in stages if isinstance(stage, PipelineStage)}
     if not ours:
         kinds = ", ".join(sorted({type(stage).__module__ + "." + type(stage).__qualname__ for stage in stages}))

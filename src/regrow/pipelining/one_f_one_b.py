@@ -41,8 +41,7 @@ def schedule_1f1b(
         )
     schedule = _compat.RuntimeSchedule([stage], n_microbatches, loss_fn, **options)
     actions = {rank: _actions(rank, ranks, n_microbatches) for rank in range(ranks)}
-    schedule.pipeline_order = actions
-    schedule._prepare_schedule_with_comms(actions)
+    _compat.set_actions(schedule, actions)
     return schedule
 
 

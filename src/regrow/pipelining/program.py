@@ -63,18 +63,10 @@ class Program:
 
     def _read(self) -> list[tuple[Any, int, int]]:
         if self._order is None:
-            self._order = list(_computations(self._actions()))
+            self._order = list(_computations(_compat.actions_of(self._schedule())))
             kinds = ((kind, (stage, microbatch)) for kind, stage, microbatch in self._order)
             self._backwards = {key: kind == _compat.FULL_BACKWARD for kind, key in kinds if kind in _BACKWARD}
         return self._order
-
-    def _actions(self) -> list[Any]:
-        schedule = self._schedule()
-        order = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
-        rank = getattr(schedule, "rank", None)
-        if rank is None:
-            rank = schedule._stage.group_rank  # type: ignore[union-attr]
-        return order.get(rank) or []
 
 
 _BACKWARD = (_compat.FULL_BACKWARD, _compat.BACKWARD_INPUT)

@@ -34,7 +34,7 @@ def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseExceptio
     """
     for stage in stages.values():
         stage.forget()
-    schedule._internal_losses.clear()
+    _compat.losses_of(schedule).clear()
     drained = _is_alone(stages.values()) or _drain(schedule, stages, step)
     if isinstance(schedule, _compat.RuntimeSchedule):
         schedule.fwd_recv_ops.clear()
@@ -49,7 +49,7 @@ def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseExceptio
 
 def _drain(schedule: Any, stages: dict[int, PipelineStage], step: str) -> bool:
     """Bring all messages to their end; False where that cannot be done."""
-    if not isinstance(schedule, _compat.RuntimeSchedule) or len(stages) != len(schedule._stages):
+    if not isinstance(schedule, _compat.RuntimeSchedule) or len(stages) != len(_compat.stages_of(schedule)):
         return False  # what was sent and received cannot be told
     try:
         if not drain(list(stages.values()), step, PEERS_S):
@@ -69,7 +69,7 @@ def _is_alone(stages: Iterable[PipelineStage]) -> bool:
 
 def _reshard(schedule: Any) -> None:
     schedule.unshard_ops.clear()
-    for stage in schedule._stages:
+    for stage in _compat.stages_of(schedule):
         if stage.stage_index in schedule.unsharded_stages:
             for module in stage.submod.modules():
                 if isinstance(module, _compat.FSDPModule):

@@ -203,9 +203,8 @@ class PipelineStage(TorchStage):
 
     def shapes(self, kind: str) -> list[tuple[torch.Size, torch.dtype, int]]:
         """Shape, type and receiving rank of the tensors of a message that this stage sends."""
-        metas = self._stage_meta.outputs if kind == "forward" else self._stage_meta.input_grads
         peer = self.stage_index_to_group_rank[self.stage_index + (1 if kind == "forward" else -1)]
-        return [(meta.shape, meta.dtype, peer) for meta in metas or () if meta is not None]
+        return [(meta.shape, meta.dtype, peer) for meta in _compat.metas_of(self, kind) if meta is not None]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """The gradients for a previous stage on this rank; none in evaluation, where torch's stage raises."""
