@@ -131,6 +131,28 @@ def test_nested_checkpoints(same, name, prefire):
         assert runs == (2 * MICROBATCHES, 3 * MICROBATCHES, 2 * MICROBATCHES)
 
 
+@pytest.mark.parametrize("name", [*SPLIT, "DualPipeV", "Interleaved1F1B"])
+def test_sharded_stages(same, one_rank, name):
+    """Rule 26: under FSDP2 replays come when backward asks for them, one per block and micro-batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def wrap(module):
+        return fully_shard(checkpointed(module), mesh=mesh)
+
+    def local(grads):
+        return [grad.to_local() for grad in grads]
+
+    pipeline, oracle = make_pipeline(name, wrap=wrap, prefire="on_any_wait", keep="never"), plain(name)
+    for step in range(2):
+        before = [block.runs for block in pipeline.blocks]
+        torch.testing.assert_close(local(pipeline.step(step)), oracle.step(step))
+    ran = [block.runs - was for block, was in zip(pipeline.blocks, before, strict=True)]
+    assert ran == [2 * MICROBATCHES] * len(ran)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loss_that_is_checkpointed(same, name):
     """Rule 26: it runs outside the stage; its backward is part of the last stage's."""
