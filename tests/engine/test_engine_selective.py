@@ -1,5 +1,6 @@
 """Selective checkpointing: what is kept belongs to the call, is read by every replay, and keeps what it was."""
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -668,3 +669,29 @@ def test_gradients_inside_a_nested_call_of_a_function_with_a_policy(same_grads):
         return x.grad, w.grad
 
     same_grads(program, policy_fn=keep(MM))
+
+
+def test_nothing_grows_with_the_number_of_replays_under_hooks_that_copy(engine):
+    """Rule 12: every replay unpacks the kept value anew, and forgets it."""
+    made = []
+
+    def unpack(packed):
+        made.append(packed.clone())
+        return made[-1]
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), unpack):
+        out = engine.checkpoint(lambda t: (t @ t).sin().exp(), x, policy_fn=lambda *_, **__: True).sum()
+    sizes = []
+    for _ in range(4):
+        out.backward(retain_graph=True)
+        made.clear()
+        gc.collect()
+        sizes.append(sum(len(value) for value in gc.get_objects() if type(value) is dict and _is_of_kept(value)))
+    assert sizes[0] == sizes[-1]
+
+
+def _is_of_kept(value):
+    from regrow._core.kept import KeptTensor
+
+    return any(type(item) is list and item and isinstance(item[0], KeptTensor) for item in value.values())

@@ -75,7 +75,7 @@ class Kept:
     Memory: holds the kept results until the frame's graph dies or its session is cleared.
     """
 
-    __slots__ = ("_in_storage", "complete", "entries", "hooks", "label", "preserve_rng")
+    __slots__ = ("_in_storage", "_served", "complete", "entries", "hooks", "label", "preserve_rng")
 
     def __init__(
         self, label: str = "selective checkpointing", hooks: compat.Hooks | None = None, *, preserve_rng: bool = True
@@ -86,6 +86,7 @@ class Kept:
         self.complete = False
         self.entries: list[Entry] | None = []
         self._in_storage: dict[int, list[KeptTensor]] = {}
+        self._served: list[int] = []
 
     def forget(self) -> None:
         """Let go of everything; later replays run every operator."""
@@ -101,8 +102,17 @@ class Kept:
     def serve(self, kept: KeptTensor) -> torch.Tensor:
         """Give a kept tensor to a replay, which may overwrite it."""
         tensor = kept.read()
+        storage = compat.storage_key(tensor)
+        if storage is not None and storage not in self._in_storage:
+            self._served.append(storage)
         self._note(tensor, kept)
         return tensor
+
+    def end_replay(self) -> None:
+        """Forget where hooks of the user brought values back to: the next replay has them brought back anew."""
+        for storage in self._served:
+            self._in_storage.pop(storage, None)
+        self._served.clear()
 
     def protect(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Copy kept values that an operator is about to overwrite."""

@@ -98,6 +98,7 @@ class Recall(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """The replay has ended; what is kept stays with the frame."""
         self._entries = None
+        self._kept.end_replay()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
