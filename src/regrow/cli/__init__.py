@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from regrow.cli.loading import INTERRUPTED, load
@@ -16,6 +17,7 @@ def main() -> None:
         SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs;
             130 after Ctrl-C, whenever it comes.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's library writes to stderr without being asked
     try:
         status = load("regrow.cli.app").run(sys.argv[1:])
     except ImportError as error:
@@ -28,9 +30,9 @@ def main() -> None:
 
 def _explained(error: ImportError) -> str:
     """The sentence for an import that fails for a reason of the machine; any other is a fault of ours, and raised."""
-    missing = error.name or ""
+    missing = error.name
+    if missing is None:  # raised by hand, so a sentence already: torch lacks what regrow.pipelining needs
+        return str(error)
     if missing.partition(".")[0] in _EXTRA:
         return f"the command line needs {missing}, which is not installed. Run: pip install 'regrow[cli]'"
-    if missing == "regrow.cli._compat":
-        return str(error)
     raise error

@@ -13,6 +13,7 @@ import typer
 
 from regrow import __version__
 from regrow.cli.demo import demo
+from regrow.cli.train import train
 
 # What all faults of a command line derive from. typer exports no name for it: older ones use click's, newer their own.
 _Fault = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -61,7 +62,8 @@ def regrow(
         raise typer.Exit(2)
 
 
-app.command(short_help="Train a small GPT three ways, and compare.")(demo)
+app.command(short_help="Train a small GPT through a pipeline four ways, and compare.")(demo)
+app.command(short_help="Train a small GPT through a pipeline of any schedule.")(train)
 
 
 def _sentence(fault: typer.BadParameter) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ _INSTALLED = {"site-packages", "dist-packages"}  # lie inside the standard libra
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Tokens and, for each, the token that follows: (batch, length) int64."""
+class Batch:
+    """Tokens and, for each, the token that follows: (pieces, length) int64."""
 
     tokens: Tensor
     targets: Tensor
@@ -31,19 +32,23 @@ class Corpus:
     label: str
     text: Tensor
 
-    def draw(self, shape: tuple[int, int, int], *, seed: int, device: torch.device) -> list[MicroBatch]:
+    def draw(self, n_pieces: int, length: int, *, seed: int, device: torch.device) -> Batch:
         """Pieces of the text from random places; the same seed draws the same pieces.
 
         Args:
-            shape: number of micro-batches, pieces in each, bytes in a piece.
+            n_pieces: how many.
+            length: bytes in a piece.
             seed: what the places are drawn from. No global generator moves.
-            device: where the micro-batches shall lie.
+            device: where the batch shall lie.
         """
-        n_micro_batches, n_pieces, length = shape
         generator = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(self.text) - length, (n_micro_batches, n_pieces, 1), generator=generator)
+        starts = torch.randint(len(self.text) - length, (n_pieces, 1), generator=generator)
         pieces = self.text[starts + torch.arange(length + 1)].to(device=device, dtype=torch.int64)
-        return [MicroBatch(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
+        return Batch(pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous())
+
+    def fingerprint(self) -> str:
+        """The same for the same text only."""
+        return hashlib.sha256(self.text.numpy().tobytes()).hexdigest()
 
 
 def load(path: Path | None, *, length: int) -> Corpus:

@@ -1,34 +1,79 @@
-"""What `regrow demo` does, from checked options to the last line. Must never measure, only ask and show."""
+"""From options to ranks at work: checks all options, then launches, unless it was launched. Must never train."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from regrow.cli import compare, corpus
-from regrow.cli.compare import Settings, Trainee, Variant
+from regrow.cli import corpus, work
+from regrow.cli.complaining import complain
 from regrow.cli.corpus import Corpus
 from regrow.cli.counts import counted
 from regrow.cli.gpt import Shape
-from regrow.cli.meaning import meaning
-from regrow.cli.options import Options
-from regrow.cli.progress import progress, waiting
-from regrow.cli.report import Row, caption, table
+from regrow.cli.launching import RankError, Started, launch, started
+from regrow.cli.options import RANKS, Options
+from regrow.cli.settings import Settings
 
 
-def run(options: Options) -> int:
-    """Check the options, all of them, then train.
+def demo(options: Options) -> int:
+    """Compare the variants.
 
     Returns:
-        The exit status: 2 where an option cannot be honoured, with a line on stderr for each such option.
+        The exit status: 2 where an option cannot be honoured, with a line on stderr for each such option; 1 if variants
+        disagree, or a rank failed.
     """
-    faults = options.faults()
-    shape = Shape(n_blocks=max(options.blocks, 1))
+    return _run("regrow demo", options, work.compare_variants)
+
+
+def train(options: Options) -> int:
+    """Train with regrow's stages.
+
+    Returns:
+        The exit status, as of `demo`.
+    """
+    prefire = options.prefire or ("on_wait" if options.kind().has_waits else "off")
+    attached = {"prefire": prefire, "retention": options.retention, "keep": options.keep}
+    return _run("regrow train", options, work.train, attached)
+
+
+def find_device(name: str | None, n_ranks: int) -> str:
+    """The type of the devices to train on.
+
+    Args:
+        name: as torch names their type. None is the accelerator if there is one for each rank, else the CPU.
+        n_ranks: how many there are on this machine.
+
+    Raises:
+        ValueError: torch does not know it, or this machine does not have enough of it.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    n_devices = torch.accelerator.device_count() if accelerator is not None else 0
+    enough = accelerator is not None and n_devices >= n_ranks
+    if name is None:
+        return accelerator.type if accelerator is not None and enough else "cpu"
+    here = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if name not in here:
+        raise ValueError(f"--device: {name} is not on this machine. Give {' or '.join(here)}.")
+    if name != "cpu" and not enough:
+        raise ValueError(
+            f"--device: {counted(n_ranks, 'rank')} need as many devices, this machine has {n_devices} of type {name}. "
+            "Give cpu, or fewer --ranks."
+        )
+    return name
+
+
+def _run(command: str, options: Options, task: Callable[..., int], *arguments: Any) -> int:
+    ours = started()
+    n_ranks = ours.n_ranks if ours else options.ranks or RANKS
+    faults = options.faults(ours.n_ranks if ours else None)
+    blocks = options.blocks or max(1, n_ranks * options.n_stages())
+    shape = Shape(n_blocks=blocks)
     try:
-        device = find_device(options.device)
+        device_type = find_device(options.device, ours.n_here if ours else n_ranks)
     except ValueError as error:
         faults.append(str(error))
     try:
@@ -36,84 +81,50 @@ def run(options: Options) -> int:
     except ValueError as error:
         faults.append(str(error))
     if faults:
-        _complain(faults)
+        if ours is None or ours.rank_here == 0:
+            complain(command, faults)
         return 2
-    settings = Settings(options.steps, options.micro_batches, options.seed, device, shape)
-    return execute(settings, loaded, compare.VARIANTS)
+    settings = Settings(
+        command=command,
+        steps=options.steps,
+        micro_batches=options.micro_batches,
+        seed=options.seed,
+        n_ranks=n_ranks,
+        schedule=options.schedule,
+        n_stages=options.n_stages(),
+        device_type=device_type,
+        corpus=options.corpus,
+        shape=shape,
+    )
+    if ours is None or ours.rank == 0:
+        _console().print(_announcement(settings, loaded))
+    return _at_work(ours, settings, task, *arguments)
 
 
-def execute(settings: Settings, loaded: Corpus, variants: Sequence[Variant]) -> int:
-    """Train, weigh, print.
-
-    Args:
-        settings: what is trained, checked.
-        loaded: the text.
-        variants: no checkpointing, torch's and regrow's, in this order.
-
-    Returns:
-        The exit status: 1 if the variants disagree.
-    """
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    console.print(_announcement(settings, loaded))
-    trainees = compare.enroll(settings, variants)
-    with compare.steady(settings.device):
-        compare.warm_up(trainees, settings, loaded)
-        for _ in progress(console, compare.train(trainees, settings, loaded), settings.steps):
-            pass
-        faults = compare.disagreements(trainees)  # before the weighing, which overwrites the gradients
-        with waiting(console, "one more step of each, under the profiler"):
-            compare.weigh(trainees, settings, loaded)
-    rows = [_row(trainee, trainees[0]) for trainee in trainees]
-    console.print(table(rows, console.width))
-    console.print(caption(rows, settings.steps))
-    if faults:
-        advice = f"Run again; if they stay, report them with --seed {settings.seed} and torch {torch.__version__}."
-        _complain([*faults, f"All variants should train alike, so the figures above mean nothing. {advice}"])
+def _at_work(ours: Started | None, settings: Settings, task: Callable[..., int], *arguments: Any) -> int:
+    if ours is not None:
+        return task(settings, *arguments, False)
+    try:
+        return int(launch(settings.n_ranks, task, settings, *arguments, True))
+    except RankError as error:
+        sys.stderr.write(error.traceback)
+        complain(settings.command, [f"{error}. The other ranks were ended."])
         return 1
-    console.print(meaning(*rows))
-    return 0
+    finally:
+        _console().show_cursor()  # which a rank that ended under a bar has left hidden
 
 
-def find_device(name: str | None) -> torch.device:
-    """The device to train on.
-
-    Args:
-        name: as torch names devices. None is the accelerator if there is one, else the CPU.
-
-    Raises:
-        ValueError: torch does not know it, or this machine does not have it.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name is None:
-        return accelerator or torch.device("cpu")
-    here = ["cpu"]
-    if accelerator is not None:
-        here += [accelerator.type, *(f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count()))]
-    if name not in here:
-        raise ValueError(f"--device: {name} is not on this machine. Give {' or '.join(here)}.")
-    return torch.device(name)
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, markup=False)
 
 
 def _announcement(settings: Settings, loaded: Corpus) -> str:
     shape = settings.shape
     return (
-        f"A GPT of {counted(shape.n_blocks, 'block')}, width {shape.width}, on {settings.device}: "
+        f"A GPT of {counted(shape.n_blocks, 'block')}, width {shape.width}, "
+        f"in {counted(settings.n_stages_in_all(), 'stage')} on {counted(settings.n_ranks, 'rank')} "
+        f"({settings.device_type}), schedule {settings.schedule}: "
         f"{counted(settings.steps, 'step')} of {counted(settings.micro_batches, 'micro-batch', 'micro-batches')}. "
         f"A micro-batch is {counted(settings.pieces, 'sequence')} of {counted(shape.length, 'byte')} "
         f"from {loaded.label}."
     )
-
-
-def _row(trainee: Trainee, reference: Trainee) -> Row:
-    return Row(
-        name=trainee.variant.name,
-        loss=trainee.losses[-1].item(),
-        replays=trainee.model.replays(),
-        time_ratio=compare.time_ratio(trainee, reference),
-        footprint=trainee.footprint,
-    )
-
-
-def _complain(faults: list[str]) -> None:
-    for fault in faults:
-        sys.stderr.write(f"regrow demo: {fault}\n")

@@ -1,7 +1,8 @@
-"""A small GPT on bytes, which counts its own runs. Must never know how, or why, a block is run again.
+"""A small GPT on bytes, cut into stages, which counts its own runs. Must never know how, or why, a block is run again.
 
 Each block has 12 parameters in 6 groups (ln1, qkv, proj, ln2, fc1, fc2): a group is what a split backward computes the
-parameter gradients of in one go.
+parameter gradients of in one go. Every part draws its parameters from a seed of its own: the model is the same however
+it is cut, and a rank makes only what it trains.
 """
 
 from __future__ import annotations
@@ -61,45 +62,77 @@ class Block(nn.Module):
 BlockRunner = Callable[[Block, Tensor], Tensor]
 
 
-class GPT(nn.Module):
-    """The model in the two parts that a split backward sees: the embedding, and the region above it."""
+class Embedding(nn.Module):
+    """Bytes (batch, length) to floats (batch, length, width)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Parameter(torch.zeros(shape.length, shape.width))
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.n_blocks)])
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY)
-        self.n_forwards = 0
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the region: (batch, length) bytes to (batch, length, width) floats."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Add up what is known of each byte and of its place."""
         embedded: Tensor = self.tokens(tokens) + self.positions
         return embedded
 
-    def loss(self, embedded: Tensor, targets: Tensor, run_block: BlockRunner) -> Tensor:
-        """Run the region: blocks, head and loss.
 
-        Args:
-            embedded: from `embed`.
-            targets: the byte that follows each position.
-            run_block: calls a block, as it is or under a checkpoint.
-        """
+class Head(nn.Sequential):
+    """Floats to logits: (batch, length, vocabulary)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(nn.LayerNorm(shape.width), nn.Linear(shape.width, VOCABULARY))
+
+
+class StageModule(nn.Module):
+    """What one stage runs: its blocks, the embedding before the first one of all, the head after the last one.
+
+    Attributes:
+        n_forwards: how many micro-batches came through; blocks that ran more often were replayed.
+    """
+
+    def __init__(self, shape: Shape, place: range, run_block: BlockRunner, *, seed: int) -> None:
+        super().__init__()
+        self.embedding = _seeded(Embedding, shape, seed, 0) if place.start == 0 else nn.Identity()
+        self.blocks = nn.ModuleList([_seeded(Block, shape, seed, 1 + index) for index in place])
+        last = place.stop == shape.n_blocks
+        self.head = _seeded(Head, shape, seed, 1 + shape.n_blocks) if last else nn.Identity()
+        self.n_forwards = 0
+        self._run_block = run_block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the stage, each block as it is or under a checkpoint."""
         self.n_forwards += 1
-        x = embedded
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            x = run_block(block, x)
-        logits = self.head(self.norm(x))
-        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss
+        x = self.embedding(x)
+        for block in self._counted():
+            x = self._run_block(block, x)
+        out: Tensor = self.head(x)
+        return out
 
-    def region_parameters(self) -> list[nn.Parameter]:
-        """The parameters that dw is for: all but the embedding's."""
-        return [p for part in (self.blocks, self.norm, self.head) for p in part.parameters()]
+    def forget_runs(self) -> None:
+        """Count from now on."""
+        self.n_forwards = 0
+        for block in self._counted():
+            block.n_runs = 0
 
     def replays(self) -> list[float]:
         """How often each block ran beyond its forwards, per forward."""
-        runs = [block.n_runs for block in self.blocks if isinstance(block, Block)]
-        return [(n_runs - self.n_forwards) / self.n_forwards for n_runs in runs]
+        return [(block.n_runs - self.n_forwards) / self.n_forwards for block in self._counted()]
+
+    def _counted(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+
+def blocks_of(stage: int, n_stages: int, n_blocks: int) -> range:
+    """Which blocks a stage runs: all stages alike, or the later ones one more."""
+    return range(stage * n_blocks // n_stages, (stage + 1) * n_blocks // n_stages)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of a micro-batch, given the byte that follows each position."""
+    mean: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return mean
+
+
+def _seeded(part: Callable[[Shape], nn.Module], shape: Shape, seed: int, index: int) -> nn.Module:
+    torch.manual_seed((seed << 20) + index)
+    return part(shape)

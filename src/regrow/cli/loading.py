@@ -18,12 +18,13 @@ def load(name: str) -> ModuleType:
     """Import a module; whoever has set another answer to Ctrl-C keeps it."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return import_module(name)
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, leave)
     try:
         return import_module(name)
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(*_: object) -> None:
+def leave(*_: object) -> None:
+    """End the process at once, as an answer to a signal."""
     os._exit(INTERRUPTED)

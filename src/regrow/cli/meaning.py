@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from regrow.cli.figures import Row
 from regrow.cli.gpt import PARAMETER_GROUPS
 from regrow.cli.memory import Footprint
-from regrow.cli.report import Row, span
+from regrow.cli.report import percents, span
 
 
-def meaning(plain: Row, native: Row, ours: Row) -> str:
+def meaning(plain: Row, native: Row, lazy: Row, prefired: Row) -> str:
     """The closing paragraph, for variants whose losses and gradients agree.
 
     Args:
         plain: no checkpoint, which the others are measured against.
         native: torch's checkpoint.
-        ours: regrow's.
+        lazy: regrow's, replayed when backward asks.
+        prefired: regrow's, replayed where a rank would wait.
     """
-    return " ".join([_native(plain, native), _ours(plain, ours), *_reservations(plain, native, ours), _agreement()])
+    said = [_native(plain, native), _lazy(plain, lazy), _prefired(plain, lazy, prefired)]
+    return " ".join([*said, *_reservations(plain, native, prefired), _agreement()])
 
 
 def _native(plain: Row, native: Row) -> str:
     replays = f"Where backward is cut into dx and dw, torch's checkpoint replays a block {_times(native.replays)}"
-    if set(native.replays) == {1 + PARAMETER_GROUPS}:
+    if max(native.replays) == 1 + PARAMETER_GROUPS:
         replays += f", once for dx and once for each of its {PARAMETER_GROUPS} groups of parameters in dw"
+        if min(native.replays) == 1:
+            replays += " (the first stage has no dx: once)"
     return f"{replays}{_cost(native, plain)}."
 
 
-def _ours(plain: Row, ours: Row) -> str:
-    once = " for both" if set(ours.replays) == {1} else ""
-    return f"regrow replays it {_times(ours.replays)}{once}{_cost(ours, plain)}."
+def _lazy(plain: Row, lazy: Row) -> str:
+    once = " for both" if set(lazy.replays) == {1} else ""
+    return f"regrow replays it {_times(lazy.replays)}{once}{_cost(lazy, plain)}."
+
+
+def _prefired(plain: Row, lazy: Row, prefired: Row) -> str:
+    kept = ", for what would be replayed at once is not dropped" if min(prefired.replays) < 1 else ""
+    said = f"With its replays placed where a rank would wait it is {_times(prefired.replays)}{kept}"
+    idle = ""
+    if lazy.idle and prefired.idle:
+        idle = f", and ranks are idle for {percents(prefired.idle)} of a step, without that for {percents(lazy.idle)}"
+    return f"{said}{_cost(prefired, plain)}{idle}."
 
 
 def _reservations(plain: Row, native: Row, ours: Row) -> list[str]:
@@ -45,7 +59,7 @@ def _reservations(plain: Row, native: Row, ours: Row) -> list[str]:
 
 
 def _agreement() -> str:
-    return "Every loss and the last step's gradients equal those of no checkpoint, bit for bit."
+    return "On every rank, each loss and the last step's gradients equal those of no checkpoint, bit for bit."
 
 
 def _cost(row: Row, plain: Row) -> str:

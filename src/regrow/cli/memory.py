@@ -24,20 +24,30 @@ _CPU = 0  # "Device Type" of the host, in the trace
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a step keeps alive: at most, and between its forwards and its backwards."""
+    """What a step keeps alive: at most, and when the rank's first backward begins."""
 
     peak_bytes: int
     retained_bytes: int
 
 
-def measure(step: Callable[[], object], device: torch.device, *, forward: str, backward: str) -> Footprint | None:
-    """Run a step under the profiler and sum its allocations.
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The names that a step gives ``torch.profiler.record_function``: around itself, and around each backward."""
+
+    step: str
+    backward: str
+
+
+def measure(step: Callable[[], object], device: torch.device, marks: Marks) -> Footprint | None:
+    """Run a step twice under the profiler, and sum the allocations of the second time.
+
+    The profiler does not see the release of what was allocated before it began, or takes it for that of something else.
+    What a step keeps for the next one is therefore allocated under the profiler, too.
 
     Args:
-        step: what to run. It marks its two phases with ``torch.profiler.record_function``.
+        step: what to run.
         device: whose memory counts.
-        forward: the mark of the first phase, at whose end the retained bytes are read.
-        backward: the mark of the second phase.
+        marks: what it marks; when its first backward begins, the retained bytes are read.
 
     Returns:
         The bytes, or None where the profiler hears of no allocation: not every device reports them.
@@ -46,22 +56,23 @@ def measure(step: Callable[[], object], device: torch.device, *, forward: str, b
     gc.collect()  # garbage of earlier steps that is freed in this one would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
+        step()
     events = _events(profiler)
     changes = [(event["ts"], event["args"]["Bytes"]) for event in events if _is_allocation(event, device)]
     if not changes:
         return None
     changes.sort(key=itemgetter(0))
-    start, forward_end = _span(events, forward)
-    _, end = _span(events, backward)
-    return _summed([change for change in changes if start <= change[0] <= end], forward_end)
+    start, end = max(_spans(events, marks.step))
+    first_backward = min(begin for begin, _ in _spans(events, marks.backward) if begin >= start)
+    return _summed([change for change in changes if start <= change[0] <= end], first_backward)
 
 
-def _summed(changes: list[tuple[float, int]], forward_end: float) -> Footprint:
+def _summed(changes: list[tuple[float, int]], first_backward: float) -> Footprint:
     live = peak = retained = 0
     for time_us, n_bytes in changes:
         live += n_bytes
         peak = max(peak, live)
-        if time_us <= forward_end:
+        if time_us <= first_backward:
             retained = live
     return Footprint(peak, retained)
 
@@ -83,7 +94,7 @@ def _is_allocation(event: dict[str, Any], device: torch.device) -> bool:
     return bool(args["Device Type"] != _CPU and args["Device Id"] == (device.index or 0))
 
 
-def _span(events: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    """Start and end of a marked phase."""
-    mark = next(event for event in events if event.get("name") == name and "dur" in event)
-    return mark["ts"], mark["ts"] + mark["dur"]
+def _spans(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Start and end of all that is marked so."""
+    marked = (event for event in events if event.get("name") == name and "dur" in event)
+    return [(event["ts"], event["ts"] + event["dur"]) for event in marked]
