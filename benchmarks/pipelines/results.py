@@ -14,7 +14,9 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))  # the other benchmarks, which know the machine
 
-from report import Machine as Machine
+from report import Machine
+
+__all__ = ["Machine", "Row", "Target", "chosen", "console", "measured", "table", "write_json"]
 
 Row = dict[str, Any]
 WIDTH = 140  # of a table, where no terminal says its own
