@@ -176,10 +176,10 @@ def test_a_failed_rank_is_exit_status_1(monkeypatch):
 
 def test_ctrl_c_ends_all_ranks_quietly():
     """A terminal sends it to the launcher and its ranks: status 130, and nothing to say."""
-    command = [sys.executable, "-m", "regrow", "train", "--ranks", "1", "--steps", "80", *SHORT]
+    command = [sys.executable, "-m", "regrow", "train", "--ranks", "1", "--steps", "40", *SHORT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, env=UNBUFFERED, **pipes) as process:
-        while not process.stdout.readline().startswith("step 20 of 80"):
+        while not process.stdout.readline().startswith("step 10 of 40"):
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)

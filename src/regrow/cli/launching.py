@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from regrow.cli.loading import leave
+from regrow.cli import interrupts
 
 _LOUD = (
     "torch.distributed.elastic.agent.server.api",
@@ -26,7 +25,7 @@ _LOUD = (
     "torch.multiprocessing.spawn",
 )
 _POLL_S = 0.05  # well below what a rank takes to end after one that it needs has ended: the first is the one to name
-_PATIENCE_S = 5  # for ranks that are asked to end
+_PATIENCE_S = 1  # for ranks that are asked to end: they have nothing to save
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def launch(n_ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
     )
     sys.stdout.flush()  # before ranks write to it
     try:
-        with _quiet():
+        with _quiet(), interrupts.withheld_from_children():
             return elastic_launch(config, _enter)(work, *arguments)[0]
     except ChildFailedError as error:
         raise _explained(*error.get_first_failure()) from None
@@ -100,8 +99,8 @@ def launch(n_ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _enter(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Where a rank begins. Ctrl-C on a terminal reaches it too, and the end of its launcher comes as Ctrl-C."""
-    signal.signal(signal.SIGINT, leave)
+    """Where a rank begins."""
+    interrupts.answer()
     return work(*arguments)
 
 
