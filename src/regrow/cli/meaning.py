@@ -36,12 +36,15 @@ def _lazy(plain: Row, lazy: Row) -> str:
 
 
 def _prefired(plain: Row, lazy: Row, prefired: Row) -> str:
-    kept = ", for what would be replayed at once is not dropped" if min(prefired.replays) < 1 else ""
-    said = f"With its replays placed where a rank would wait it is {_times(prefired.replays)}{kept}"
-    idle = ""
-    if lazy.idle and prefired.idle:
-        idle = f", and ranks are idle for {percents(prefired.idle)} of a step, without that for {percents(lazy.idle)}"
-    return f"{said}{_cost(prefired, plain)}{idle}."
+    kept = " (what would be replayed at once is kept instead)" if min(prefired.replays) < 1 else ""
+    said = (
+        f"With replays where a rank would wait, it runs them {_times(prefired.replays)}{kept}{_cost(prefired, plain)}."
+    )
+    if not (lazy.idle and prefired.idle):
+        return said
+    return (
+        f"{said} Ranks are then idle for {percents(prefired.idle)} of a step, without that for {percents(lazy.idle)}."
+    )
 
 
 def _reservations(plain: Row, native: Row, ours: Row) -> list[str]:

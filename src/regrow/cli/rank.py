@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -74,6 +75,8 @@ def joined(device_type: str, *, loopback: bool) -> Iterator[Rank]:
         torch.accelerator.set_device_index(device.index)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # the name of a machine may lead nowhere
+    # Where a step fails, the exception says so; torch logs its whole schedule first.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     with steady(device):
         yield Rank(dist.get_rank(), dist.get_world_size(), device)
