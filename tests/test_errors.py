@@ -225,6 +225,12 @@ def schedule_1f1b(n_microbatches: Any, **options: Any) -> Callable[[], Any]:
     return run
 
 
+def no_stage() -> None:
+    from regrow.pipelining import schedule_1f1b
+
+    schedule_1f1b([make_stage()], 2)
+
+
 def replicas_that_look_for_unused_parameters() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -307,6 +313,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "prefire_bytes must be None or": lambda: attached(prefire_bytes=-1),
     "; it must return one of": lambda: step(attached(retention=lambda stage, microbatch: None, keep="never")),
     "; it must return True or False": lambda: step(attached(keep=lambda stage, microbatch: 1)),
+    "stage must be one PipelineStage": no_stage,
     "n_microbatches must be": schedule_1f1b(0),
     "1F1B needs one stage per rank": schedule_1f1b(2, n_stages=2),
     "with find_unused_parameters=True": replicas_that_look_for_unused_parameters,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 import regrow
 from tests.pipelining.conftest import SCHEDULES, Block, checkpointed, loss_fn, make_pipeline, plain
@@ -99,6 +100,28 @@ def test_the_step_after_one_that_raised(same, name, where, count):
     arm(pipeline, "none", 0)
     same(pipeline.step(2), oracle.step(2))
     same(pipeline.losses, oracle.losses)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBV"])
+@pytest.mark.parametrize("where", ["dx", "dw"])
+def test_replicas_go_on_after_a_step_that_raised(same, name, where):
+    """Rule 27: the reduction that the aborted backward began is forgotten."""
+    made = []
+
+    def wrap(module):
+        made.append(checkpointed(module))
+        return DistributedDataParallel(module)
+
+    pipeline, oracle = make_pipeline(name, Risky, wrap=wrap, prefire="on_wait"), plain(name, Risky)
+    same(pipeline.step(0), oracle.step(0))
+    for module in made:
+        module.fuses[where].left = 4
+    with pytest.raises(Exception):  # noqa: B017, PT011 - torch wraps what stages raise
+        pipeline.step(1)
+    for module in made:
+        module.fuses[where].left = -1
+    for step in (2, 3):
+        same(pipeline.step(step), oracle.step(step))
 
 
 @pytest.mark.parametrize("name", ["ZBV", "InterleavedZeroBubble"])

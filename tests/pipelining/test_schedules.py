@@ -1,12 +1,23 @@
 """Every schedule of torch: one replay per block and micro-batch, gradients of the same schedule without checkpoints."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
 
 import regrow
 from regrow.pipelining import attach, detach
-from tests.pipelining.conftest import MICROBATCHES, SCHEDULES, Block, blocks, checkpointed, make_pipeline, plain
+from tests.pipelining.conftest import (
+    MICROBATCHES,
+    SCHEDULES,
+    Block,
+    blocks,
+    checkpointed,
+    loss_fn,
+    make_pipeline,
+    plain,
+)
 
 OPTIONS = {
     "not attached": {},
@@ -108,3 +119,107 @@ def test_no_class_of_torch_is_changed():
     assert "step" in vars(one.schedule)
     assert "step" not in vars(other.schedule)
     assert isinstance(one.modules[0], nn.Module)
+
+
+def test_a_plan_holds_for_the_steps_of_its_schedule(same):
+    """Rule 26: two schedules over the same stages, attached differently, one of which dies."""
+    pipeline, oracle = make_pipeline("ZBV", wrap=checkpointed), plain("ZBV")
+    other = SCHEDULES["Interleaved1F1B"][0](pipeline.stages, MICROBATCHES, loss_fn=loss_fn)
+    attach(pipeline.schedule, keep="never")
+    attach(other, keep=lambda stage, microbatch: True)
+    first, pipeline.schedule = pipeline.schedule, other
+    want = oracle.step()
+    same(pipeline.step(), want)
+    before = [block.runs for block in pipeline.blocks]
+    pipeline.schedule = first
+    same(pipeline.step(), want)
+    assert [block.runs - was for block, was in zip(pipeline.blocks, before, strict=True)] == [1 + 2 * MICROBATCHES] * 4
+    detach(other)
+    before = [block.runs for block in pipeline.blocks]
+    same(pipeline.step(), want)
+    assert [block.runs - was for block, was in zip(pipeline.blocks, before, strict=True)] == [2 * MICROBATCHES] * 4
+    del first
+    pipeline.schedule = make_pipeline("ZBV").schedule  # both are gone
+    pipeline.schedule = SCHEDULES["ZBV"][0](pipeline.stages, MICROBATCHES, loss_fn=loss_fn)
+    same(pipeline.step(), want)
+
+
+def test_detach_leaves_a_step_that_other_code_wrapped(same):
+    """Rule 26: the wrapper stays, and what it calls is torch's own step from then on."""
+    pipeline, oracle = make_pipeline("ZBV", wrap=checkpointed, keep="never"), plain("ZBV")
+    inner, calls = pipeline.schedule.step, []
+
+    def step(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    pipeline.schedule.step = step
+    detach(pipeline.schedule)
+    assert pipeline.schedule.step is step
+    same(pipeline.step(), oracle.step())
+    assert calls == [1]
+    attach(pipeline.schedule)
+    same(pipeline.step(1), oracle.step(1))
+
+
+def test_an_attach_that_is_refused_changes_nothing():
+    """Rule 19: neither the schedule nor its stages."""
+    pipeline = make_pipeline("ZBV", wrap=checkpointed)
+    pipeline.schedule.fwd_recv_ops = collections.OrderedDict()
+    before = dict(vars(pipeline.schedule))
+    with pytest.raises(ValueError, match="cannot see its waits"):
+        attach(pipeline.schedule)
+    assert vars(pipeline.schedule) == before
+
+
+class PassesItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.weight = Block(), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x, *_):
+        return self.block(x @ self.weight), self.weight
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBV"])
+def test_a_parameter_among_the_outputs_stays_a_parameter(name):
+    """Rule 25: and gets the gradient of one full backward."""
+
+    def loss(output, target):
+        return (output[0] - target).square().mean() + output[1].square().sum()
+
+    def grads(schedule, attached):
+        options = {"prefire": "on_wait"} if attached else {}
+        pipeline = make_pipeline(
+            schedule, PassesItsWeight, wrap=checkpointed if attached else None, loss=loss, **options
+        )
+        pipeline.step()
+        return pipeline.step(1)
+
+    got, want = grads(name, True), grads("Interleaved1F1B", False)
+    torch.testing.assert_close(got, want)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, scale):
+        return self.block(x * scale)
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBV", "DualPipeV"])
+def test_a_keyword_argument_gets_the_gradient_of_a_full_backward(name):
+    """Rule 25: what it is cut from is the user's, on every stage."""
+
+    def grad(schedule, **options):
+        pipeline = make_pipeline(schedule, Masked, wrap=checkpointed, **options)
+        x, y = (torch.linspace(-1, 1, 64).view(8, 8) for _ in range(2))
+        scale = torch.full((8, 8), 0.5, requires_grad=True)
+        for _ in range(2):
+            scale.grad = None
+            pipeline.schedule.step(x, target=y, scale=scale)
+        return scale.grad
+
+    torch.testing.assert_close(grad(name, prefire="on_wait"), grad("Interleaved1F1B"))

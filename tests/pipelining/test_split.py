@@ -104,7 +104,55 @@ class Branches(nn.Module):
         return (values + self.left(b),)
 
 
-MODULES = [Chain, Shared, Derived, Outputs, Custom, Branches]
+class Named(torch.autograd.Function):
+    """A custom Function that keeps something under the name that accumulators have."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.variable = weight.detach()
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Looks(nn.Module):
+    """A weight of such a Function, used a second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return (Named.apply(x.sin(), self.w).exp() @ self.w,)
+
+
+class Mixed(nn.Module):
+    """Computed from two parameters, one of which is used elsewhere, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return (x @ Twice.apply(self.p, self.q) + x.sin() @ self.p,)
+
+
+class PassesItsWeight(nn.Module):
+    """A parameter among the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.w, self.w
+
+
+MODULES = [Chain, Shared, Derived, Outputs, Custom, Branches, Looks, Mixed, PassesItsWeight]
 
 
 def grads_for(outputs):
@@ -227,6 +275,36 @@ def test_a_custom_function_runs_once():
     split, _ = split_backward(module, x)
     split.dw()
     assert Twice.runs == 1
+
+
+def test_what_is_computed_from_parameters_alone_runs_once():
+    """Rule 25: in dx or in dw, also where one of the parameters is used a second time."""
+    module, x = make(Mixed)
+    Twice.runs = 0
+    split, _ = split_backward(module, x)
+    split.dw()
+    assert Twice.runs == 1
+
+
+def test_gradients_that_activations_retain_are_those_of_one_backward(same):
+    """Rule 25: the second pass adds nothing to them."""
+
+    def run(split_it):
+        torch.manual_seed(SEED)
+        one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+        x = torch.randn(3, 4, requires_grad=True)
+        h = one(x)
+        h.retain_grad()
+        loss = two(h.sin()).square().sum()
+        if not split_it:
+            loss.backward()
+        else:
+            split = Split(edges_of([loss]), edges_of([x]))
+            split.dx([torch.ones(())])
+            split.dw()
+        return h.grad, one.weight.grad
+
+    same(run(True), run(False))
 
 
 def test_products_are_not_computed_twice():

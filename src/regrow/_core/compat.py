@@ -91,6 +91,8 @@ _function_mode_at: Callable[[int], Any] = _private(
     "torch._C", "_get_function_stack_at", "it finds function modes around a call"
 )
 
+_Accumulator: Any = _private("torch._C", "_functions.AccumulateGrad", "a split backward ends at parameters")
+
 # The node of a custom Function. Deleted by a public class of such nodes.
 _PythonNode: Any = _private("torch.autograd.function", "BackwardCFunction", "custom Functions run once in a split")
 
@@ -250,6 +252,11 @@ def is_python_function(node: Any) -> bool:
     Deleted by a public class of such nodes.
     """
     return isinstance(node, _PythonNode)
+
+
+def is_accumulator(node: Any) -> bool:
+    """Whether a node is where a leaf's gradient is accumulated. Deleted by a public class of such nodes."""
+    return isinstance(node, _Accumulator)
 
 
 def variable_of(accumulator: Any) -> torch.Tensor:

@@ -136,11 +136,18 @@ class _Graph:
         for node, leaves in found.items():
             if compat.is_python_function(node):
                 times.update(dict.fromkeys(leaves, 2))
-        self.early = [leaf for leaf, count in times.items() if count > 1 and found]
-        early = set(self.early)
+        early = {leaf for leaf, count in times.items() if count > 1 and found}
+        self._complete(early)
+        self.early = [leaf for leaf in times if leaf in early]
         self._own = {node: [leaf for leaf in leaves if leaf not in early] for node, leaves in found.items()}
         self.joints = [node for node, leaves in self._own.items() if leaves]
         self._early = early
+
+    def _complete(self, early: set[Node]) -> None:
+        """What is computed from parameters alone runs in dx or in dw, never in both: its leaves go together."""
+        groups = [set(leaves) for leaves in self._leaves.values()]
+        while mixed := [group for group in groups if group & early and not group <= early]:
+            early.update(*mixed)
 
     def leads(self, node: Node) -> bool:
         """Whether a node leads to an input."""
@@ -189,7 +196,7 @@ class _Graph:
         seen, waiting = {start}, [start]
         while waiting:
             node = waiting.pop()
-            if hasattr(node, "variable"):
+            if compat.is_accumulator(node):
                 found.append(node)
             fresh = [child for child in _children(node) if child not in seen]
             seen.update(fresh)
@@ -219,10 +226,17 @@ def _grad(roots: list[tuple[GradientEdge, torch.Tensor]], wanted: list[GradientE
 
 def _accumulate(joint: Node, arrived: Grads, leaves: list[Node]) -> None:
     given = [(GradientEdge(joint, index), grad) for index, grad in enumerate(arrived) if grad is not None]
-    # Hooks on the tensor that the joint made have seen this gradient in dx, and would change it a second time.
+    # Hooks on the tensor that the joint made have seen this gradient in dx, and would change it, or what the tensor
+    # retains of it, a second time: they get zeros, and the joint what arrived.
     hook = joint.register_prehook(lambda _: arrived)
     try:
         edges = [GradientEdge(leaf, 0) for leaf in leaves]
-        torch.autograd.backward([edge for edge, _ in given], [grad for _, grad in given], inputs=edges)
+        torch.autograd.backward([edge for edge, _ in given], [_zeros_like(grad) for _, grad in given], inputs=edges)
     finally:
         hook.remove()
+
+
+def _zeros_like(grad: torch.Tensor) -> torch.Tensor:
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return torch.zeros_like(grad)
+    return grad.new_zeros(()).expand(grad.shape)  # takes no memory

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.nn.parallel import DistributedDataParallel
 
 _PACKAGE = "torch.distributed.pipelining"
 
@@ -86,11 +87,17 @@ def losses_of(schedule: Any) -> list[torch.Tensor]:
 
 
 def metas_of(stage: Any, kind: str) -> list[Any]:
-    """Shape and type of what a stage sends forward or backward; None where it sends nothing.
+    """Shape and type of what a stage takes ("input"), sends "forward" or "backward"; None where it sends nothing.
 
     Deleted by a public description of a stage's messages.
     """
-    return list((stage._stage_meta.outputs if kind == "forward" else stage._stage_meta.input_grads) or ())
+    metas = stage._stage_meta
+    return list({"input": metas.inputs, "forward": metas.outputs, "backward": metas.input_grads}[kind] or ())
+
+
+def reset_reducer(module: DistributedDataParallel) -> None:
+    """Have replicas forget a backward that was aborted, which they would wait for. Deleted by a public reset."""
+    module.reducer._reset_state()
 
 
 # Where ranks that aborted a step find each other, past the messages in flight. Deleted by a public getter.

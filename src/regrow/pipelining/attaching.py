@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from regrow.pipelining import _compat
 from regrow.pipelining.plan import Keep, Plan, Retention
 from regrow.pipelining.program import Program
-from regrow.pipelining.recovery import recover
 from regrow.pipelining.stage import PipelineStage
+from regrow.pipelining.stepping import Step
 
 _log = logging.getLogger("regrow.pipelining")
 
-# What each attached schedule was before, to give it back.
-_attached: WeakKeyDictionary[Any, Plan] = WeakKeyDictionary()
-_serials = count()
+# The step of each attached schedule; the schedule holds it.
+_attached: WeakKeyDictionary[Any, ref[Step]] = WeakKeyDictionary()
 _WAITS = ("bwd_recv_ops", "fwd_recv_ops")
 
 
@@ -72,9 +70,6 @@ def attach(
     if schedule in _attached:
         raise ValueError("schedule is attached already. Call detach(schedule) first to use other options.")
     program = Program(schedule, stages)
-    for stage in stages.values():
-        stage.plan = plan
-        stage._follows = program.follows(stage.stage_index)
     if plan.prefire != "off":
         if isinstance(schedule, _compat.RuntimeSchedule):
             _hook_waits(schedule, program, plan)
@@ -84,8 +79,9 @@ def attach(
                 "replayed once, when backward asks for it. regrow.pipelining.schedule_1f1b has such a place.",
                 type(schedule).__name__,
             )
-    schedule.step = _SafeStep(schedule, schedule.__dict__.get("step"))
-    _attached[schedule] = plan
+    step = Step(schedule, stages, plan, program)
+    schedule.step = step
+    _attached[schedule] = ref(step)
     return schedule
 
 
@@ -97,19 +93,23 @@ def detach(schedule: Any) -> Any:
 
     Returns:
         The same schedule.
+
+    Raises:
+        ValueError: no schedule of torch, or none with a `PipelineStage`.
     """
-    if _attached.pop(schedule, None) is None:
-        return schedule
-    before = schedule.__dict__.pop("step").before
-    if before is not None:
-        schedule.step = before
+    _stages(schedule)
+    place = _attached.pop(schedule, None)
+    step = None if place is None else place()
+    if step is not None:
+        step.attached = False
+        if schedule.__dict__.get("step") is step:  # else other code has wrapped it, and calls through
+            del schedule.step
+            if step.before is not None:
+                schedule.step = step.before
     for name in _WAITS:
         waits = schedule.__dict__.get(name)
         if isinstance(waits, _Waits):
             setattr(schedule, name, dict(waits))
-    for stage in _stages(schedule).values():
-        stage.plan = Plan()
-        stage._follows = lambda microbatch: False
     return schedule
 
 
@@ -136,28 +136,6 @@ def _hook_waits(schedule: Any, program: Program, plan: Plan) -> None:
     schedule.bwd_recv_ops = _Waits(schedule.bwd_recv_ops, program.before_gradient)
     if plan.prefire == "on_any_wait":
         schedule.fwd_recv_ops = _Waits(schedule.fwd_recv_ops, program.before_activation)
-
-
-class _SafeStep:
-    """``schedule.step``, which leaves nothing behind where it raises."""
-
-    def __init__(self, schedule: Any, before: Callable[..., Any] | None) -> None:
-        self._schedule = ref(schedule)  # which holds this
-        self.before = before
-        # All ranks attach the same schedules in the same order, and take the same steps.
-        self._serial = next(_serials)
-        self._steps = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        schedule = self._schedule()
-        assert schedule is not None
-        step = self.before or type(schedule).step.__get__(schedule)
-        self._steps += 1
-        try:
-            return step(*args, **kwargs)
-        except BaseException as error:
-            recover(schedule, _stages(schedule), error, f"{self._serial}/{self._steps}")
-            raise
 
 
 def _stages(schedule: Any) -> dict[int, PipelineStage]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.pipelining import PipelineStage
 
 from regrow.pipelining import _compat
-from regrow.pipelining.stage import PipelineStage
 
 
 def schedule_1f1b(
@@ -17,7 +17,7 @@ def schedule_1f1b(
     """One forward, one backward, with one stage per rank.
 
     Args:
-        stage: this rank's stage; there are as many stages as ranks in its group.
+        stage: this rank's stage, of regrow or of torch; there are as many stages as ranks in its group.
         n_microbatches: how many micro-batches a step has, at least 1.
         loss_fn: ``loss_fn(output, target)``.
         **options: as torch's schedules: ``scale_grads``, ``args_chunk_spec``, ``kwargs_chunk_spec``,
@@ -27,12 +27,14 @@ def schedule_1f1b(
         A schedule of torch, to be given to `attach`.
 
     Raises:
-        ValueError: fewer than one micro-batch, or another number of stages than ranks.
+        ValueError: no stage of regrow, fewer than one micro-batch, or another number of stages than ranks.
 
     Source: PipeDream-Flush, arXiv 2006.09503.
     """
+    if not isinstance(stage, PipelineStage):
+        raise ValueError(f"stage must be one PipelineStage, got {stage!r} of type {type(stage).__name__}.")
     ranks = stage.group_size
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+    if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches must be a number of at least 1, got {n_microbatches!r}.")
     if stage.num_stages != ranks:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
@@ -40,17 +40,13 @@ class Program:
                 self._prefire(due)
                 return
 
-    def follows(self, stage_index: int) -> Callable[[int], bool]:
+    def follows(self, stage_index: int, microbatch: int) -> bool:
         """Whether a micro-batch's backward is the next thing that this rank computes after its forward."""
-
-        def answer(microbatch: int) -> bool:
-            order = self._read()
-            here = (_compat.FORWARD, stage_index, microbatch)
-            place = order.index(here) if here in order else len(order)
-            then = order[place + 1] if place + 1 < len(order) else None
-            return then is not None and then[0] in _BACKWARD and then[1:] == (stage_index, microbatch)
-
-        return answer
+        order = self._read()
+        here = (_compat.FORWARD, stage_index, microbatch)
+        place = order.index(here) if here in order else len(order)
+        then = order[place + 1] if place + 1 < len(order) else None
+        return then is not None and then[0] in _BACKWARD and then[1:] == (stage_index, microbatch)
 
     def _prefire(self, key: tuple[int, int]) -> None:
         stage = self._stage(key[0])

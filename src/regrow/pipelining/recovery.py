@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from regrow.pipelining import _compat
 from regrow.pipelining.draining import drain
 from regrow.pipelining.stage import PipelineStage
@@ -34,6 +36,8 @@ def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseExceptio
     """
     for stage in stages.values():
         stage.forget()
+        if isinstance(stage.submod, DistributedDataParallel):
+            _compat.reset_reducer(stage.submod)
     _compat.losses_of(schedule).clear()
     drained = _is_alone(stages.values()) or _drain(schedule, stages, step)
     if isinstance(schedule, _compat.RuntimeSchedule):

@@ -60,7 +60,6 @@ class PipelineStage(TorchStage):
             ``dw_builder``, ``get_mesh``.
 
     Attributes:
-        plan: what `attach` decided; without it replays come when backward asks for them.
         messages: what this step sent and posted receives for.
         retention_misses: how often dw read a value that had been let go after dx, and a call was replayed once more.
 
@@ -79,13 +78,26 @@ class PipelineStage(TorchStage):
         self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, **options: Any
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, **options)
-        self.plan = Plan()
+        self._plan = Plan()
         self._sites = Sites(submodule)
-        # Set by attach: whether a micro-batch's backward comes right after its forward.
-        self._follows: Callable[[int], bool] = lambda microbatch: False
+        self._follows: Callable[[int, int], bool] | None = None
         self._microbatches: dict[int, MicroBatch] = {}
         self._begun: set[int] = set()
         self.messages = Messages()
+
+    @property
+    def plan(self) -> Plan:
+        """What `attach` decided, while the attached schedule takes a step; else replays come when backward asks."""
+        return self._plan
+
+    def follow(self, plan: Plan, follows: Callable[[int, int], bool] | None) -> None:
+        """Follow a plan from now on.
+
+        Args:
+            plan: what is done with replays.
+            follows: whether the backward of (stage_index, microbatch) comes right after its forward; None if unknown.
+        """
+        self._plan, self._follows = plan, follows
 
     @property
     def retention_misses(self) -> int:
@@ -225,7 +237,7 @@ class PipelineStage(TorchStage):
     def _forward_of(self, index: int) -> Iterator[None]:
         if not self.has_backward:
             yield
-        elif self.plan.keeps(self.stage_index, index, follows=self._follows(index)):
+        elif self._keeps(index):
             with plain_calls():
                 yield
         else:
@@ -233,6 +245,10 @@ class PipelineStage(TorchStage):
             self._microbatches[index] = microbatch
             with microbatch.collecting():
                 yield
+
+    def _keeps(self, index: int) -> bool:
+        follows = self._follows is not None and self._follows(self.stage_index, index)
+        return self.plan.keeps(self.stage_index, index, follows=follows)
 
     @contextmanager
     def _backward_of(self, index: int, *, full: bool) -> Iterator[None]:
@@ -248,13 +264,16 @@ class PipelineStage(TorchStage):
                 yield
 
     def _dx(self, outputs: Outputs, output_grads: Grads | None, inputs: list[Any]) -> tuple[Grads, Split]:
-        split = Split(edges_of(outputs), edges_of(inputs))
+        # Gradients of keyword arguments go nowhere; what they are made of gets its gradient in dw, like a parameter.
+        n_args = len(_compat.metas_of(self, "input"))
+        split = Split(edges_of(outputs), edges_of(inputs[:n_args]))
         grads = [torch.ones_like(output) for output in outputs] if output_grads is None else output_grads
         found = split.dx(grads)
         for output in outputs:
-            if not output._is_view():  # a view cannot be cut off in place; it goes when dw has run
+            # A view cannot be cut off in place; it goes when dw has run. A leaf is no result of this graph.
+            if output.grad_fn is not None and not output._is_view():
                 output.detach_()
-        return found, split
+        return (*found, *(None for _ in inputs[n_args:])), split
 
     @contextmanager
     def _synchronising(self, *, last: bool) -> Iterator[None]:
