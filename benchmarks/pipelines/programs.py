@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
 from layouts import Layout
+from regrow.pipelining import PipelineStage
 
 
 class Kind(Enum):
@@ -63,25 +64,13 @@ class Programs:
         return [action for action in self.actions[rank] if action.kind not in _SENDS]
 
 
-@dataclass(slots=True)
-class _StandIn:
-    """As much of a stage as a schedule looks at when it is made."""
+class _StandIn(PipelineStage):
+    """As much of a stage as a schedule looks at when it is made. Without a process group, so never set up as one."""
 
-    stage_index: int
-    num_stages: int
-    group_size: int
-    group_rank: int = 0
-    has_backward: bool = True
-    submod: nn.Module = field(default_factory=nn.Identity)
-    stage_index_to_group_rank: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
+    def __init__(self, stage_index: int, num_stages: int, n_ranks: int) -> None:
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.group_size, self.group_rank = n_ranks, 0
+        self.submod = nn.Identity()
 
 
 def programs_of(layout: Layout, n_ranks: int, n_microbatches: int) -> Programs:

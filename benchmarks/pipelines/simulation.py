@@ -28,7 +28,8 @@ class Way:
     checkpointed: bool = True
     shared: bool = True  # dx and dw share one replay; otherwise every backward replays, as torch's own checkpoint does
     prefire: str = "off"
-    whole: bool = True  # a full backward is prefired as a whole; otherwise only its deepest call, as is the default
+    whole: bool = True  # a full backward is prefired as a whole; otherwise only its deepest call, as is the default.
+    # To the first stage a split backward is a full one, which comes in dw.
     keep: bool = False  # micro-batches whose backward follows their forward are not dropped
 
 
@@ -130,10 +131,10 @@ class _Rank:
 
     def _prefire(self, backward: Action) -> None:
         key = backward.key
-        if key not in self.left or key in self.fired or (backward.stage == 0 and backward.kind is Kind.DX):
+        if key not in self.left or key in self.fired:
             return
         self.fired.add(key)
-        whole = self.way.whole or backward.kind is Kind.DX
+        whole = self.way.whole or (backward.kind is Kind.DX and backward.stage > 0)
         taken = self.left[key] if whole else self.left[key] / self.cost.blocks
         self.left[key] -= taken
         self.now += taken
