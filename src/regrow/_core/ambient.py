@@ -57,10 +57,13 @@ def register_ambient(capture: Capture, restore: Restore) -> Callable[[], None]:
     return unregister
 
 
+def any_registered() -> bool:
+    """Whether there is anything to capture."""
+    return bool(_registered)
+
+
 def captured() -> tuple[tuple[Restore, Any], ...]:
     """What the registered captures find now."""
-    if not _registered:
-        return ()
     found = ((restore, capture()) for capture, restore in _registered)
     return tuple((restore, state) for restore, state in found if state is not None)
 

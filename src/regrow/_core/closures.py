@@ -29,28 +29,17 @@ class Closure:
     Memory: holds what the cells held until the frame dies, as if it were an argument.
     """
 
-    __slots__ = ("_cells", "_function", "_plain", "_then")
+    __slots__ = ("_cells", "_function", "_then")
 
     def __init__(self, function: Any, found: FunctionType, before: list[Any], written: Container[int]) -> None:
         self._function = function
-        self._cells: Sequence[CellType] = found.__closure__ or ()
-        self._then = then = contents(found)
-        self._plain = _PLAIN.issuperset(map(type, then))
-        if not self._plain or then != before:
-            self._then = [now if now is was else NOTHING for was, now in zip(before, then, strict=True)]
-            self._look_inside(found, written)
+        self._cells: list[CellType] = list(found.__closure__ or ())
+        self._then = [now if now is was else NOTHING for was, now in zip(before, contents(found), strict=True)]
+        self._look_inside(found, written)
 
     def as_then(self) -> Any:
         """The function itself, or one with the same code that sees what forward saw."""
-        now = [content(cell) for cell in self._cells]
-        if self._plain and now == self._then:
-            return self._function
-        changed = {
-            id(cell): then
-            for cell, then, value in zip(self._cells, self._then, now, strict=True)
-            if then is not value and then is not NOTHING
-        }
-        return _Rebuilding(changed).rebuilt(self._function) if changed else self._function
+        return _rebuilt(self._function, self._cells, self._then)
 
     def _look_inside(self, found: FunctionType, written: Container[int]) -> None:
         functions = _functions_below(found)
@@ -60,18 +49,37 @@ class Closure:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             if name in set_by(function.__code__)
         }
-        self._plain = False
-        self._cells = cells = list(self._cells)
-        seen = set(map(id, cells))
+        seen = set(map(id, self._cells))
         for function in functions[1:]:
             for cell in function.__closure__ or ():
                 if id(cell) not in seen:
                     seen.add(id(cell))
-                    cells.append(cell)
+                    self._cells.append(cell)
                     self._then.append(content(cell))
         for index, (cell, value) in enumerate(zip(self._cells, self._then, strict=True)):
             if id(cell) in own or id(value) in written:
                 self._then[index] = NOTHING
+
+
+def still_plain(function: Any, cells: list[Any]) -> bool:
+    """Whether cells hold numbers and the like, and what they held before: then they need no closer look."""
+    return _PLAIN.issuperset(map(type, cells)) and type(function) is FunctionType and contents(function) == cells
+
+
+def as_then(function: Any, cells: list[Any]) -> Any:
+    """A function whose cells are `still_plain` after forward, as it was then."""
+    if contents(function) == cells:
+        return function
+    own = set_by(function.__code__)
+    then = [NOTHING if name in own else was for name, was in zip(function.__code__.co_freevars, cells, strict=True)]
+    return _rebuilt(function, function.__closure__ or (), then)
+
+
+def _rebuilt(function: Any, cells: Sequence[CellType], then: list[Any]) -> Any:
+    changed = {
+        id(cell): was for cell, was in zip(cells, then, strict=True) if was is not NOTHING and was is not content(cell)
+    }
+    return _Rebuilding(changed).rebuilt(function) if changed else function
 
 
 class _Rebuilding:

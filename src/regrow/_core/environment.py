@@ -30,24 +30,17 @@ class Environment:
     Memory: one generator state (about 5 KB on CPU) per device in play, for as long as the frame lives.
     """
 
-    __slots__ = (
-        "cpu_rng",
-        "device_autocast",
-        "device_rng",
-        "function_modes",
-        "registered",
-        "sleeping",
-        "surroundings",
-    )
+    # On the class: what nearly no call has costs nothing to leave out.
+    cpu_rng: torch.Tensor | None = None
+    device_rng: DeviceStates = ()
+    device_autocast: tuple[Autocast, ...] = ()
+    function_modes: tuple[Any, ...] = ()
+    registered: tuple[Any, ...] = ()
+    # A device that sleeps now must not wake up inside forward: its generator could not be captured.
+    sleeping: str | None = None
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, preserve_rng: bool) -> None:
         """Capture the surroundings of this thread, and of the devices on which ``tensors`` lie."""
-        self.cpu_rng: torch.Tensor | None = None
-        self.device_rng: DeviceStates = ()
-        self.device_autocast: tuple[Autocast, ...] = ()
-        self.function_modes: tuple[Any, ...] = ()
-        # A device that sleeps now must not wake up inside forward: its generator could not be captured.
-        self.sleeping: str | None = None
         found = [] if all(map(_on_cpu, tensors)) else [tensor.device for tensor in tensors if not tensor.is_cpu]
         spare = devices.spare_type()
         if preserve_rng:
@@ -60,7 +53,8 @@ class Environment:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
         self.surroundings = compat.surroundings()
-        self.registered = ambient.captured()
+        if ambient.any_registered():
+            self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 

@@ -39,17 +39,17 @@ class Frame(ABC):
         inner: the calls that forward of this one made, weakly, in order; None if it made none.
     """
 
-    __slots__ = ("__weakref__", "active_session", "bound", "complete", "consume", "inner", "label", "lock", "replays")
+    # On the class, and set only where it differs: a call pays for each field of its own.
+    bound: Session | None = None
+    inner: list[weakref.ref[Frame]] | None = None
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.bound: Session | None = None
         self.active_session: Session | None = None
         self.consume = False
         self.complete = False
         self.replays: dict[Owner, Replay] = {}
         self.lock = threading.RLock()
-        self.inner: list[weakref.ref[Frame]] | None = None
 
     def add_inner(self, frame: Frame) -> None:
         """Note a call that forward of this one makes."""

@@ -93,8 +93,10 @@ class Opened(ContextDecorator):
 
 def bind_new(frame: Frame) -> None:
     """A call made inside a context belongs to its session, unless a replay makes it."""
+    if _current.get() is None or replaying.thread.replay is not None:
+        return
     context = _here()
-    if context is None or replaying.thread.replay is not None:
+    if context is None:
         return
     with _control:
         _bind(frame, context.session)

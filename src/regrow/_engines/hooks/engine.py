@@ -37,10 +37,7 @@ def run(
     if not torch.is_grad_enabled() or thread.plain or (compat.functorch_active() and _is_transformed(outer)):
         return function(*args, **kwargs)
     frame = _frame(function, label, args, kwargs, options)
-    frame.outer = outer
     around = thread.forward
-    if around is not None and outer is None:
-        around.add_inner(frame)
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
@@ -70,7 +67,14 @@ def _frame(
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
-    frame.cells = cells = cells_of(function)
+    thread = replaying.thread
+    if thread.replay is not None:
+        frame.outer = thread.replay
+    elif thread.forward is not None:
+        thread.forward.add_inner(frame)
+    cells = cells_of(function)
+    if cells is not None:
+        frame.cells = cells
     reached = reach(function, template.opaque, cells)
     if reached is not None:
         frame.state = State(reached, template.opaque)

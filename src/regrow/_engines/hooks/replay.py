@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow._core import compat, replaying
-from regrow._core.closures import Closure, closure_of
+from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
@@ -51,29 +51,21 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         log: the operators of forward, with ``debug``.
-        cells: what the cells of the function held before forward, until it has returned.
-        closure: what the function closed over when forward returned; None if nothing.
+        cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
+        closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
         outer: the replay that made this call; None for a call of forward.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
 
-    __slots__ = (
-        "cells",
-        "closure",
-        "compares",
-        "contexts",
-        "early_stop",
-        "environment",
-        "function",
-        "inputs",
-        "kept",
-        "log",
-        "outer",
-        "saved",
-        "state",
-    )
+    contexts: tuple[AbstractContextManager[Any], ...] = ()
+    kept: tuple[Kept, ...] = ()
+    log: OperatorLog | None = None
+    cells: list[Any] | None = None
+    closure: Closure | None = None
+    state: ReachedState | None = None
+    outer: Replay | None = None
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -85,20 +77,13 @@ class HooksFrame(Frame):
         self.early_stop = options.early_stop
         self.saved: list[Saved] = []
         self.compares = options.determinism_check == "default"
-        self.contexts: tuple[AbstractContextManager[Any], ...] = ()
-        self.kept: tuple[Kept, ...] = ()
-        self.log: OperatorLog | None = None
-        self.cells: list[Any] | None = None
-        self.closure: Closure | None = None
-        self.state: ReachedState | None = None
-        self.outer: Replay | None = None
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
         self.inputs.check_after_forward()
         if self.state is not None:
             self.state.after_forward()
-        if self.cells is not None:
+        if self.cells is not None and not (self.state is None and still_plain(self.function, self.cells)):
             self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
             self.cells = None
         self.complete = True
@@ -168,7 +153,11 @@ class HooksFrame(Frame):
             args, kwargs = self.inputs.bring_back(self.label)
         finally:
             thread.reading = reading
-        function = self.function if self.closure is None else self.closure.as_then()
+        function = self.function
+        if self.closure is not None:
+            function = self.closure.as_then()
+        elif self.cells is not None and self.complete:
+            function = as_then(function, self.cells)
         around, thread.replay = thread.replay, replay
         thread.reading = None
         if compat.functorch_active():

@@ -109,6 +109,8 @@ def drop(saved: list[Saved], owner: Owner) -> None:
 def live_count(saved: list[Saved]) -> int:
     """How many slots there are up to the last one that a graph node still holds."""
     count = len(saved)
+    if count and saved[-1][0]() is not None:
+        return count
     for place, _, _, _ in reversed(saved):
         if place() is not None:
             break
