@@ -82,7 +82,9 @@ class Environment:
 class Restored:
     """A context in which this thread is as forward was; the thread's own state is back when it is left. One use."""
 
-    __slots__ = ("_cpu_rng", "_device_rng", "_environment", "_found", "_stack", "_was_grad")
+    _stack: ExitStack | None = None
+    _cpu_rng: torch.Tensor | None = None
+    _device_rng: DeviceStates = ()
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -91,9 +93,6 @@ class Restored:
         environment = self._environment
         self._was_grad = torch.is_grad_enabled()
         self._found = compat.surroundings()
-        self._stack: ExitStack | None = None
-        self._cpu_rng: torch.Tensor | None = None
-        self._device_rng: DeviceStates = ()
         try:
             if environment.differs_from(self._found):
                 self._stack = _entered(environment)

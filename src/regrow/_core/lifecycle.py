@@ -51,18 +51,18 @@ class Replay:
         outer: the replay inside which this one runs, or inside which its call was made; None outside any.
     """
 
-    __slots__ = ("label", "outer", "owner", "reason", "refusal", "scheduled", "state", "transforms", "watch")
+    # On the class, and set only where they come to differ.
+    state = State.RUNNING
+    reason: Reason | None = None
+    refusal: BaseException | None = None
+    transforms = 0
+    watch: object = None
 
     def __init__(self, label: str, owner: Any, *, scheduled: bool, outer: Replay | None = None) -> None:
         self.label = label
         self.owner = owner
         self.scheduled = scheduled
         self.outer = outer
-        self.state = State.RUNNING
-        self.reason: Reason | None = None
-        self.refusal: BaseException | None = None
-        self.transforms = 0
-        self.watch: object = None
 
     def around(self) -> Iterator[Replay]:
         """The replays around this one, itself first."""

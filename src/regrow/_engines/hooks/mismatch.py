@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from regrow._core import compat
 from regrow._core.faults import ReplayMismatchError
 from regrow._engines.hooks.oplog import OperatorLog, parting
@@ -34,7 +36,7 @@ def report(
     *,
     forward: int,
     replay: int,
-    differences: list[Difference],
+    differences: Sequence[Difference],
     logs: tuple[OperatorLog, OperatorLog] | None,
 ) -> ReplayMismatchError:
     """The error for a replay that differs: counts, the first differences, the usual causes, the logs if kept."""

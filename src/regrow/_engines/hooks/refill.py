@@ -26,20 +26,12 @@ class Refill:
         differences: saved tensors that do not look like forward's.
     """
 
-    __slots__ = (
-        "_deeper",
-        "_last_count",
-        "_owner",
-        "_plain_site",
-        "_rows",
-        "_saved",
-        "_shared",
-        "_stop_depth",
-        "_thread",
-        "_unwatched",
-        "differences",
-        "wanted",
-    )
+    # On the class, and set only where they come to differ.
+    _plain_site: tuple[int, int] | None = None
+    _last_count = 0
+    _deeper = 0
+    _rows: Iterator[Saved] = iter(())
+    differences: tuple[Difference, ...] = ()
 
     def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
         """Prepare a replay on this thread.
@@ -55,13 +47,11 @@ class Refill:
         self._stop_depth = stop_depth
         self._shared = shared
         self._thread = get_ident()
-        self._plain_site: tuple[int, int] | None = None
         self.wanted = slots.live_count(saved)
         # The last ones are watched for the stop; without one, none is.
         self._unwatched = self.wanted if stop_depth is None else max(self.wanted - WATCHED, 0)
-        self._rows: Iterator[Saved] = iter(saved[: self._unwatched])
-        self._last_count = 0
-        self.differences: list[Difference] = []
+        if self._unwatched:
+            self._rows = iter(saved[: self._unwatched])
 
     def pack_hook(self, *, watched: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """The hook. It answers with the detached tensor, so the replay's own graph works and dies with the replay.
@@ -69,7 +59,8 @@ class Refill:
         Args:
             watched: whether another hook calls it, and stands between it and the operator's caller.
         """
-        self._deeper = 1 if watched else 0
+        if watched:
+            self._deeper = 1
         if not self._unwatched:
             return self._last
         rows, owner, shared, last = self._rows, self._owner, self._shared, self._last
@@ -147,5 +138,5 @@ class Refill:
             return compat.with_ragged_size(value, shape)
         slot = place()
         assert slot is not None
-        self.differences.append((slots.index_of(self._saved, slot), forward, replay))
+        self.differences += ((slots.index_of(self._saved, slot), forward, replay),)
         return value
