@@ -210,6 +210,12 @@ def attach_to(schedule: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
+def with_stages_elsewhere() -> Any:
+    schedule = make_schedule()
+    schedule.stage_index_to_group_rank = {0: 0, 1: 1}
+    return schedule
+
+
 def with_other_waits() -> Any:
     schedule = make_schedule()
     schedule.bwd_recv_ops = OrderedDict()
@@ -305,6 +311,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),
     "schedule must be a schedule": attach_to(lambda: "ZBV"),
     "schedule has no stage that regrow knows": attach_to(torch_stages),
+    "looks for the stages": attach_to(with_stages_elsewhere),
     "schedule is attached already": attach_to(attached),
     "so regrow cannot see its waits": attach_to(with_other_waits),
     "prefire must be one of": lambda: attached(prefire=True),

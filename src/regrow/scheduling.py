@@ -31,8 +31,7 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
 
     A second call for the same session does nothing. Calls made inside the checkpointed function are checkpoints of
     their own with handles of their own: they are bound to the session with it and replayed when they are fired or read.
-    Call it inside a retaining context of the same session, or
-    outside any session context.
+    Call it inside a retaining context of the same session, or outside any session context.
 
     Args:
         handle: from `recompute_handle_collector_ctx`.

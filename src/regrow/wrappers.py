@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from types import FunctionType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
@@ -65,6 +65,9 @@ def apply_checkpointing(
     **checkpoint_kwargs: Any,
 ) -> list[nn.Module]:
     """Wrap every submodule that ``where`` selects, the model itself included. All are checked before one is changed.
+
+    Modules inside a selected module may be selected, too: they become checkpoints inside a checkpoint, and run once
+    more for each level.
 
     Args:
         model: the model; its names do not change.
@@ -195,8 +198,18 @@ def _selector(where: Any) -> Callable[[str, nn.Module], bool]:
     classes = where if isinstance(where, tuple) else (where,)
     if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         return lambda _, module: isinstance(module, classes)
-    if isinstance(where, (type, tuple)) or not callable(where):
+    if isinstance(where, (type, tuple)) or not callable(where) or not _takes_two(where):
         raise ValueError(
             f"where must be a module class, a tuple of them, or a predicate on (name, module), got {where!r}."
         )
     return where  # type: ignore[no-any-return]
+
+
+def _takes_two(predicate: Callable[..., Any]) -> bool:
+    try:
+        signature(predicate).bind("name", None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, and silent about what it takes
+        pass
+    return True

@@ -471,6 +471,7 @@ REFUSED = {
     "no model": (lambda: apply_checkpointing("net", Block), "model must be an nn.Module, got 'net'"),
     "a string": (lambda: apply_checkpointing(Net(), "Block"), "where must be"),
     "a class that is no module": (lambda: apply_checkpointing(Net(), int), "where must be"),
+    "a predicate on the module alone": (lambda: apply_checkpointing(Net(), lambda module: True), "where must be"),
     "an empty tuple": (lambda: apply_checkpointing(Net(), ()), "where must be"),
     "a tuple with something else": (lambda: apply_checkpointing(Net(), (Block, int)), "where must be"),
     "an unknown option": (

@@ -54,7 +54,8 @@ def attach(
         The same schedule.
 
     Raises:
-        ValueError: a bad argument, a schedule without a `PipelineStage`, or one that is attached already.
+        ValueError: a bad argument, a schedule without a `PipelineStage`, one that is attached already, or stages on
+            ranks where the schedule does not look for them.
 
     Memory: prefired replays are held until their backward has read them; a step that raises lets go of everything.
 
@@ -69,6 +70,7 @@ def attach(
     stages = _stages(schedule)
     if schedule in _attached:
         raise ValueError("schedule is attached already. Call detach(schedule) first to use other options.")
+    _check_places(schedule, stages)
     program = Program(schedule, stages)
     if plan.prefire != "off":
         if isinstance(schedule, _compat.RuntimeSchedule):
@@ -111,6 +113,18 @@ def detach(schedule: Any) -> Any:
         if isinstance(waits, _Waits):
             setattr(schedule, name, dict(waits))
     return schedule
+
+
+def _check_places(schedule: Any, stages: dict[int, PipelineStage]) -> None:
+    """A stage on a rank where its schedule does not look for it would take another one's messages."""
+    ranks = getattr(schedule, "stage_index_to_group_rank", {})
+    rank = next(iter(stages.values())).group_rank
+    wanted = [index for index, place in ranks.items() if place == rank]
+    if any(ranks.get(index, rank) != rank for index in stages):
+        raise ValueError(
+            f"schedule: {type(schedule).__name__} looks for the stages {wanted} on rank {rank}, which has made "
+            f"{sorted(stages)}. Give each rank the stages that the schedule places there."
+        )
 
 
 class _Waits(dict[Any, Any]):

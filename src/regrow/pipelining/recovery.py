@@ -19,8 +19,8 @@ from regrow.pipelining.stage import PipelineStage
 _log = logging.getLogger("regrow.pipelining")
 
 _NOTE = (
-    "regrow: this step was aborted, and not every rank of the pipeline said within {seconds:g} s that it was, too. "
-    "Messages in flight would reach the wrong step: destroy and rebuild the process group before the next step."
+    "regrow: this step was aborted on this rank, and not on every other one within {seconds:g} s. Messages in flight "
+    "would reach the wrong step: destroy and rebuild the process group before the next step."
 )
 PEERS_S = 10.0  # how long a rank that raised waits to hear that the others did
 
@@ -39,7 +39,12 @@ def recover(schedule: Any, stages: dict[int, PipelineStage], error: BaseExceptio
         if isinstance(stage.submod, DistributedDataParallel):
             _compat.reset_reducer(stage.submod)
     _compat.losses_of(schedule).clear()
-    drained = _is_alone(stages.values()) or _drain(schedule, stages, step)
+    drained = _is_alone(stages.values())
+    if not drained:
+        _log.error(
+            "a step raised; waiting up to %g s for the other ranks to say that theirs did", PEERS_S, exc_info=error
+        )
+        drained = _drain(schedule, stages, step)
     if isinstance(schedule, _compat.RuntimeSchedule):
         schedule.fwd_recv_ops.clear()
         schedule.bwd_recv_ops.clear()
