@@ -115,9 +115,10 @@ def test_a_prefired_step_that_raises_holds_nothing():
     assert all(storage.expired() for storage in alive)
 
 
-def test_keep_auto_keeps_what_follows_at_once():
+@pytest.mark.parametrize("name", ["1F1B", "1F1B on the runtime"])
+def test_keep_auto_keeps_what_follows_at_once(name):
     """Rule 26: in 1F1B the last stage runs a micro-batch's backward right after its forward, so nothing is replayed."""
-    pipeline = make_pipeline("1F1B on the runtime", wrap=checkpointed, keep="auto")
+    pipeline = make_pipeline(name, wrap=checkpointed, keep="auto")
     pipeline.step()
     assert [block.runs for block in pipeline.blocks] == [1 + 4] * 2
 

@@ -86,7 +86,8 @@ class Split:
         """Accumulate the gradients of the parameters, as `Tensor.backward` does: hooks run, once for each parameter."""
         graph = self._taken_apart()
         self._graph = None
-        for joint in graph.joints:
+        # Smallest first: what is let go with each makes room for the gradients of the larger ones.
+        for joint in sorted(graph.joints, key=graph.bytes_of):
             arrived = self._arrived.pop(joint, None)
             leaves = graph.leaves_of(joint)
             if arrived is not None and leaves:
@@ -156,6 +157,10 @@ class _Graph:
     def leaves_of(self, joint: Node) -> list[Node]:
         """The accumulators that dw computes at a joint."""
         return self._own[joint]
+
+    def bytes_of(self, joint: Node) -> int:
+        """What the gradients that dw computes at a joint take."""
+        return sum(compat.variable_of(leaf).nbytes for leaf in self._own[joint])
 
     def leaves_below(self, nodes: list[Node]) -> list[Node]:
         """The accumulators that dw computes below nodes off the way."""

@@ -58,13 +58,24 @@ def measure(step: Callable[[], object], device: torch.device, marks: Marks) -> F
         step()
         step()
     events = _events(profiler)
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if _is_allocation(event, device)]
+    changes = _changes([event for event in events if _is_allocation(event, device)])
     if not changes:
         return None
-    changes.sort(key=itemgetter(0))
     start, end = max(_spans(events, marks.step))
     first_backward = min(begin for begin, _ in _spans(events, marks.backward) if begin >= start)
     return _summed([change for change in changes if start <= change[0] <= end], first_backward)
+
+
+def _changes(allocations: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """When bytes came and went. What was not seen to come does not go: its size may be that of another address."""
+    sizes: dict[int, int] = {}
+    found: list[tuple[float, int]] = []
+    for event in sorted(allocations, key=itemgetter("ts")):
+        address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+        if n_bytes > 0:
+            sizes[address] = n_bytes
+        found.append((event["ts"], n_bytes if n_bytes > 0 else -sizes.pop(address, 0)))
+    return found
 
 
 def _summed(changes: list[tuple[float, int]], first_backward: float) -> Footprint:

@@ -68,6 +68,12 @@ def stages_of(schedule: Any) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, SingleStageSchedule) else list(schedule._stages)
 
 
+def n_microbatches_of(schedule: Any) -> int:
+    """How many micro-batches a step has. Deleted by a public attribute."""
+    count: int = schedule._n_microbatches
+    return count
+
+
 def actions_of(schedule: Any) -> list[Any]:
     """What a schedule runs on this rank, in order; nothing where it has no list. Deleted by a public representation."""
     lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}

@@ -42,12 +42,12 @@ def schedule_1f1b(
             "Use torch's ScheduleInterleaved1F1B for several stages per rank."
         )
     schedule = _compat.RuntimeSchedule([stage], n_microbatches, loss_fn, **options)
-    actions = {rank: _actions(rank, ranks, n_microbatches) for rank in range(ranks)}
+    actions = {rank: one_f_one_b(rank, ranks, n_microbatches) for rank in range(ranks)}
     _compat.set_actions(schedule, actions)
     return schedule
 
 
-def _actions(rank: int, ranks: int, n_microbatches: int) -> list[Any]:
+def one_f_one_b(rank: int, ranks: int, n_microbatches: int) -> list[Any]:
     """Warm-up, then one backward and one forward in turn, then the backwards that are left."""
     ahead = min(ranks - rank, n_microbatches)
     actions = [_compat.Action(rank, _compat.FORWARD, index) for index in range(ahead)]

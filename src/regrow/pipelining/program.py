@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
+from torch.distributed.pipelining import Schedule1F1B
+
 from regrow.pipelining import _compat
+from regrow.pipelining.one_f_one_b import one_f_one_b
 from regrow.pipelining.stage import PipelineStage
 
 
@@ -59,13 +62,20 @@ class Program:
 
     def _read(self) -> list[tuple[Any, int, int]]:
         if self._order is None:
-            self._order = list(_computations(_compat.actions_of(self._schedule())))
+            self._order = list(_computations(_actions(self._schedule())))
             kinds = ((kind, (stage, microbatch)) for kind, stage, microbatch in self._order)
             self._backwards = {key: kind == _compat.FULL_BACKWARD for kind, key in kinds if kind in _BACKWARD}
         return self._order
 
 
 _BACKWARD = (_compat.FULL_BACKWARD, _compat.BACKWARD_INPUT)
+
+
+def _actions(schedule: Any) -> list[Any]:
+    if isinstance(schedule, Schedule1F1B):  # torch's own list for it is not what it runs: one forward too early
+        (stage,) = _compat.stages_of(schedule)
+        return one_f_one_b(stage.group_rank, stage.group_size, _compat.n_microbatches_of(schedule))
+    return _compat.actions_of(schedule)
 
 
 def _computations(actions: list[Any]) -> Iterator[tuple[Any, int, int]]:
