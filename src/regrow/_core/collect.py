@@ -26,7 +26,7 @@ def collector() -> Iterator[list[Handle]]:
 def add(frame: Frame) -> tuple[list[Handle], Handle] | None:
     """Give the innermost collector a handle, unless the call is made by a replay; return what `discard` needs."""
     handles = _innermost.get()
-    if handles is None or replaying.thread.replay is not None:
+    if handles is None or replaying.thread.here.replay is not None:
         return None
     handle = Handle(frame)
     handles.append(handle)

@@ -341,7 +341,7 @@ def version_of(tensor: torch.Tensor) -> int:
         return NO_VERSION
 
 
-_read_version = attrgetter("_version")
+_read_version = attrgetter("_version")  # in one call for all: it is asked twice per call
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:

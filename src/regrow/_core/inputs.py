@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +25,10 @@ class Inputs:
     Memory: holds the tensors, or what the hooks made of them, until the frame dies.
     """
 
-    __slots__ = ("_changed", "_held", "_places", "_requires_grad", "_saved", "_template", "_versions")
+    _changed: tuple[list[str], list[str]] | None = None
+    # Set under hooks: what they made of each tensor, and which tensors of the call are held as they are.
+    _saved: list[Any] | None = None
+    _places: Sequence[int] = ()
 
     def __init__(self, tensors: list[torch.Tensor], template: Template) -> None:
         self._template = template
@@ -34,10 +38,6 @@ class Inputs:
             self._versions = compat.versions_of(tensors)
         self._held = tensors
         self._requires_grad = list(map(_requires_grad, tensors))
-        self._changed: tuple[list[str], list[str]] | None = None
-        # Set under hooks: what they made of each tensor, and which tensors of the call are held as they are.
-        self._saved: list[Any] | None = None
-        self._places: list[int] = []
         if compat.surrounding_hooks() is not None:
             self._save_through_hooks(tensors)
 
@@ -62,14 +62,11 @@ class Inputs:
         return self._template.fill(tensors)
 
     def _save_through_hooks(self, tensors: list[torch.Tensor]) -> None:
-        self._saved, self._held = [], []
-        for index, tensor in enumerate(tensors):
-            saved, packed = compat.save_tensor(tensor)
-            self._saved.append(saved)
-            alias = sharing_memory(packed, tensor)
-            if alias is not None:
-                self._places.append(index)
-                self._held.append(alias)
+        through = [compat.save_tensor(tensor) for tensor in tensors]
+        aliases = [sharing_memory(packed, tensor) for (_, packed), tensor in zip(through, tensors, strict=True)]
+        self._saved = [saved for saved, _ in through]
+        self._places = [index for index, alias in enumerate(aliases) if alias is not None]
+        self._held = [alias for alias in aliases if alias is not None]
         self._versions = compat.versions_of(self._held)
 
     def _note_change(self) -> None:

@@ -8,10 +8,12 @@ tensors in containers (a function that closes over a list rarely uses all of it)
 
 from __future__ import annotations
 
+import builtins
 import dis
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -151,6 +153,9 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
     return seen
 
 
+_cell_contents = attrgetter("cell_contents")
+
+
 class _Nothing:
     """Stands for the content of a cell that has none."""
 
@@ -162,7 +167,7 @@ def contents(function: FunctionType) -> list[Any]:
     """What stands in the cells of a function."""
     cells = function.__closure__ or ()
     try:
-        return [cell.cell_contents for cell in cells]
+        return list(map(_cell_contents, cells))
     except ValueError:
         return [content(cell) for cell in cells]
 
@@ -180,7 +185,7 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
     names = (
         step.argval for part in _parts(code) for step in dis.get_instructions(part) if step.opname == "LOAD_GLOBAL"
     )
-    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str) and not hasattr(builtins, name)))
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,8 @@ from typing import Any
 from regrow._core.lifecycle import Replay
 
 
-class _Thread(threading.local):
-    """What runs on this thread.
+class Here:
+    """What runs on one thread.
 
     Attributes:
         replay: the innermost replay whose function runs.
@@ -26,22 +26,30 @@ class _Thread(threading.local):
     plain: bool = False
 
 
+class _Thread(threading.local):
+    """One `Here` for each thread: looked up once per call, and then read like any object."""
+
+    def __init__(self) -> None:
+        self.here = Here()
+
+
 thread = _Thread()
 
 
 @contextmanager
 def plain_calls() -> Iterator[None]:
     """Checkpointed calls on this thread are plain ones: their activations are kept, and nothing is replayed."""
-    before, thread.plain = thread.plain, True
+    here = thread.here
+    before, here.plain = here.plain, True
     try:
         yield
     finally:
-        thread.plain = before
+        here.plain = before
 
 
-def here() -> tuple[int, Replay | None]:
+def place() -> tuple[int, Replay | None]:
     """Where code runs: one value per execution of a function, others for replays inside it and for engine threads."""
-    return threading.get_ident(), thread.replay
+    return threading.get_ident(), thread.here.replay
 
 
 def is_recomputing() -> bool:
@@ -52,4 +60,4 @@ def is_recomputing() -> bool:
 
     Threads: the answer is that of the calling thread; a replay runs on whichever thread asked for it.
     """
-    return thread.replay is not None
+    return thread.here.replay is not None

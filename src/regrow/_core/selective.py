@@ -43,7 +43,7 @@ class Keep(TorchDispatchMode):
 
     def __enter__(self) -> Keep:
         """Start with forward; what replays inside it run is none of forward's."""
-        self._here = replaying.here()
+        self._here = replaying.place()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -57,7 +57,7 @@ class Keep(TorchDispatchMode):
     ) -> Any:
         """Run the operator; keep its result if the policy says so."""
         kwargs = kwargs or {}
-        if replaying.here() != self._here:
+        if replaying.place() != self._here:
             return func(*args, **kwargs)
         if _runs_always(func):
             self._kept.protect(func, args, kwargs)
@@ -89,7 +89,7 @@ class Recall(TorchDispatchMode):
 
     def __enter__(self) -> Recall:
         """Start at forward's first operator; replays inside this one are not part of the walk."""
-        self._here = replaying.here()
+        self._here = replaying.place()
         self._entries = self._kept.entries
         self._next = 0
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class Recall(TorchDispatchMode):
     ) -> Any:
         """Give what forward kept, or run the operator."""
         kwargs = kwargs or {}
-        if replaying.here() != self._here:
+        if replaying.place() != self._here:
             return func(*args, **kwargs)
         if _runs_always(func):
             self._kept.protect(func, args, kwargs)

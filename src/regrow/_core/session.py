@@ -93,7 +93,7 @@ class Opened(ContextDecorator):
 
 def bind_new(frame: Frame) -> None:
     """A call made inside a context belongs to its session, unless a replay makes it."""
-    if _current.get() is None or replaying.thread.replay is not None:
+    if _current.get() is None or replaying.thread.here.replay is not None:
         return
     context = _here()
     if context is None:

@@ -32,17 +32,17 @@ def run(
     function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Run a call so that its activations are dropped and can be regrown. A plain call where nothing is recorded."""
-    thread = replaying.thread
-    outer = thread.replay
-    if not torch.is_grad_enabled() or thread.plain or (compat.functorch_active() and _is_transformed(outer)):
+    here = replaying.thread.here
+    outer = here.replay
+    if not torch.is_grad_enabled() or here.plain or (compat.functorch_active() and _is_transformed(outer)):
         return function(*args, **kwargs)
-    frame = _frame(function, label, args, kwargs, options)
-    around = thread.forward
+    frame = _frame(function, label, args, kwargs, options, here)
+    around = here.forward
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
     entry = collect.add(frame)
     session.bind_new(frame)
-    thread.forward = frame
+    here.forward = frame
     try:
         output = _forward(frame, contexts, args, kwargs)
         if environment.sleeping is not None:
@@ -51,7 +51,7 @@ def run(
         _discard(frame, entry)
         raise
     finally:
-        thread.forward = around
+        here.forward = around
     frame.after_forward()
     if not slots.live_count(frame.saved):
         if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
@@ -62,16 +62,20 @@ def run(
 
 
 def _frame(
-    function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    function: Callable[..., Any],
+    label: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    here: replaying.Here,
 ) -> HooksFrame:
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
     frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
-    thread = replaying.thread
-    if thread.replay is not None:
-        frame.outer = thread.replay
-    elif thread.forward is not None:
-        thread.forward.add_inner(frame)
+    if here.replay is not None:
+        frame.outer = here.replay
+    elif here.forward is not None:
+        here.forward.add_inner(frame)
     cells = cells_of(function)
     if cells is not None:
         frame.cells = cells

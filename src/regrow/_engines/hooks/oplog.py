@@ -30,7 +30,7 @@ class OperatorLog(TorchDispatchMode):
 
     def __enter__(self) -> OperatorLog:
         """Note this thread's own execution, and not those of replays inside it."""
-        self._here = replaying.here()
+        self._here = replaying.place()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -39,7 +39,7 @@ class OperatorLog(TorchDispatchMode):
     ) -> Any:
         """Run the operator and note it."""
         out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.detach.default and replaying.here() == self._here:
+        if func is not torch.ops.aten.detach.default and replaying.place() == self._here:
             made = ", ".join(describe(look(t)) for t in trees.tensors_in(out))
             self.lines.append(f"{func} -> {made or 'no tensor'}")
             self.places.append(_user_line())

@@ -104,7 +104,7 @@ class HooksFrame(Frame):
         stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
         refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
-        outer = replaying.thread.replay or self.outer
+        outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
         log = None if self.log is None else OperatorLog()
         try:
@@ -147,19 +147,19 @@ class HooksFrame(Frame):
                 slots.take(slot, owner, consume=True)
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
-        thread = replaying.thread
-        reading, thread.reading = thread.reading, replay
+        here = replaying.thread.here
+        reading, here.reading = here.reading, replay
         try:
             args, kwargs = self.inputs.bring_back(self.label)
         finally:
-            thread.reading = reading
+            here.reading = reading
         function = self.function
         if self.closure is not None:
             function = self.closure.as_then()
         elif self.cells is not None and self.complete:
             function = as_then(function, self.cells)
-        around, thread.replay = thread.replay, replay
-        thread.reading = None
+        around, here.replay = here.replay, replay
+        here.reading = None
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         try:
@@ -170,7 +170,7 @@ class HooksFrame(Frame):
                     with self.state.begun(replay, function, complete=self.complete) as watch:
                         self._call(function, args, kwargs, refill, log, watch)
         finally:
-            thread.replay, thread.reading = around, reading
+            here.replay, here.reading = around, reading
         if replay.refusal is not None:
             raise replay.refusal
 
