@@ -19,7 +19,7 @@ Capture = Callable[[], Any]
 Restore = Callable[[Any], AbstractContextManager[Any]]
 Flags = tuple[Any, ...]
 
-_registered: list[tuple[Capture, Restore]] = []
+registrations: list[tuple[Capture, Restore]] = []
 
 
 def register_ambient(capture: Capture, restore: Restore) -> Callable[[], None]:
@@ -48,23 +48,18 @@ def register_ambient(capture: Capture, restore: Restore) -> Callable[[], None]:
     arguments.check_callable("capture", capture, "a function without arguments")
     arguments.check_callable("restore", restore, "a function of the captured state")
     entry = (capture, restore)
-    _registered.append(entry)
+    registrations.append(entry)
 
     def unregister() -> None:
-        if entry in _registered:
-            _registered.remove(entry)
+        if entry in registrations:
+            registrations.remove(entry)
 
     return unregister
 
 
-def any_registered() -> bool:
-    """Whether there is anything to capture."""
-    return bool(_registered)
-
-
 def captured() -> tuple[tuple[Restore, Any], ...]:
     """What the registered captures find now."""
-    found = ((restore, capture()) for capture, restore in _registered)
+    found = ((restore, capture()) for capture, restore in registrations)
     return tuple((restore, state) for restore, state in found if state is not None)
 
 

@@ -155,19 +155,16 @@ _warn_only: Callable[[], bool] = _private(
 _precision: Callable[[], str] = _private("torch._C", "_get_float32_matmul_precision", "replays use forward's flags")
 
 
-def _precision_or_none() -> str | None:
-    try:
-        return _precision()
-    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older getter cannot express
-        return None
-
-
 def surroundings() -> tuple[Any, ...]:
     """What nearly always is as it was, to compare as a whole.
 
     Four of this thread: autocast on the CPU, its type, its cache, inference mode; then flags of the process that change
     what operators compute: default dtype, determinism and whether it only warns, matmul precision, six of attention.
     """
+    try:
+        precision: str | None = _precision()
+    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older getter cannot express
+        precision = None
     return (
         _cpu_autocast("cpu"),
         _cpu_autocast_dtype("cpu"),
@@ -176,7 +173,7 @@ def surroundings() -> tuple[Any, ...]:
         _default_dtype(),
         _deterministic(),
         _warn_only(),
-        _precision_or_none(),
+        precision,
         _flash(),
         _efficient(),
         _math(),

@@ -53,7 +53,7 @@ class Environment:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
         self.surroundings = compat.surroundings()
-        if ambient.any_registered():
+        if ambient.registrations:
             self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()

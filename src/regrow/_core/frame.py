@@ -9,8 +9,8 @@ Who holds whom, so that no cycle is left to the garbage collector:
 
 from __future__ import annotations
 
-import threading
 import weakref
+from _thread import RLock  # threading.RLock is a function around it, and a call makes one lock
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ class Frame(ABC):
         self.consume = False
         self.complete = False
         self.replays: dict[Owner, Replay] = {}
-        self.lock = threading.RLock()
+        self.lock = RLock()
 
     def add_inner(self, frame: Frame) -> None:
         """Note a call that forward of this one makes."""
