@@ -9,23 +9,23 @@ from contextvars import ContextVar
 from regrow._core import replaying
 from regrow._core.frame import Frame, Handle
 
-_innermost: ContextVar[list[Handle] | None] = ContextVar("regrow_collector", default=None)
+innermost: ContextVar[list[Handle] | None] = ContextVar("regrow_collector", default=None)
 
 
 @contextmanager
 def collector() -> Iterator[list[Handle]]:
     """A list that fills with a handle per call made inside."""
     handles: list[Handle] = []
-    token = _innermost.set(handles)
+    token = innermost.set(handles)
     try:
         yield handles
     finally:
-        _innermost.reset(token)
+        innermost.reset(token)
 
 
 def add(frame: Frame) -> tuple[list[Handle], Handle] | None:
     """Give the innermost collector a handle, unless the call is made by a replay; return what `discard` needs."""
-    handles = _innermost.get()
+    handles = innermost.get()
     if handles is None or replaying.thread.here.replay is not None:
         return None
     handle = Handle(frame)

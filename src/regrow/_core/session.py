@@ -53,7 +53,7 @@ class Context:
 _control = threading.RLock()
 # Weakly: a session lives as long as a frame is bound to it or a context of it is open, so ids never pile up.
 _sessions: WeakValueDictionary[Hashable, Session] = WeakValueDictionary()
-_current: ContextVar[Context | None] = ContextVar("regrow_session", default=None)
+current: ContextVar[Context | None] = ContextVar("regrow_session", default=None)
 
 
 class Opened(ContextDecorator):
@@ -80,7 +80,7 @@ class Opened(ContextDecorator):
             context = Context(session, retain=self._retain)
             session.contexts.append(context)
             _activate_all(session)
-        self._open.append((context, _current.set(context)))
+        self._open.append((context, current.set(context)))
 
     def __exit__(self, *error: object) -> None:
         context, token = self._open.pop()
@@ -88,15 +88,13 @@ class Opened(ContextDecorator):
         with _control:
             session.contexts.remove(context)
             _activate_all(session)
-        _current.reset(token)  # last: it refuses to be left in another context than it was entered in
+        current.reset(token)  # last: it refuses to be left in another context than it was entered in
 
 
 def bind_new(frame: Frame) -> None:
     """A call made inside a context belongs to its session, unless a replay makes it."""
-    if _current.get() is None or replaying.thread.here.replay is not None:
-        return
     context = _here()
-    if context is None:
+    if context is None or replaying.thread.here.replay is not None:
         return
     with _control:
         _bind(frame, context.session)
@@ -170,7 +168,7 @@ def clear(session_id: Hashable) -> None:
 
 def _here() -> Context | None:
     """The open context around this code. A copy of a thread's or a task's variables may name one that was left."""
-    context = _current.get()
+    context = current.get()
     return context if context is not None and context in context.session.contexts else None
 
 

@@ -40,8 +40,9 @@ def run(
     around = here.forward
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
-    entry = collect.add(frame)
-    session.bind_new(frame)
+    entry = None if collect.innermost.get() is None else collect.add(frame)
+    if session.current.get() is not None:
+        session.bind_new(frame)
     here.forward = frame
     try:
         output = _forward(frame, contexts, args, kwargs)

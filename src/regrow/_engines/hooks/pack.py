@@ -14,15 +14,18 @@ from regrow._engines.hooks.slots import Slot
 def make_pack(frame: HooksFrame) -> Callable[[torch.Tensor], Slot]:
     """The pack hook of one call."""
     add = frame.saved.append
+    if frame.compares:
 
-    def pack(tensor: torch.Tensor) -> Slot:
-        slot = Slot()
-        add((ref(slot), tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device))
-        return slot
+        def pack(tensor: torch.Tensor) -> Slot:
+            slot = Slot()
+            add((ref(slot), tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device))
+            return slot
+
+        return pack
 
     def pack_blindly(tensor: torch.Tensor) -> Slot:
         slot = Slot()
         add((ref(slot), None, None, None))
         return slot
 
-    return pack if frame.compares else pack_blindly
+    return pack_blindly
