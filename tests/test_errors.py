@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import regrow
-from regrow._core import compat
+from regrow._core import compat, turns
 from regrow._core.split import Split, edges_of
 
 TABLE = Path(__file__).parents[1] / "docs" / "errors.md"
@@ -161,6 +162,31 @@ def run_into_itself() -> None:
         regrow.recompute_handle(handles[0], "mine")
 
 
+def wait_for_a_thread_that_waits() -> None:
+    norm, failed, wait_s = nn.BatchNorm1d(4), [], turns.WAIT_S
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def backward() -> None:
+        try:
+            torch.autograd.grad(regrow.checkpoint(norm, x).exp().sum(), x)
+        except regrow.CheckpointError as error:
+            failed.append(error)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        if regrow.is_recomputing():
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+        return norm(t).sin()
+
+    turns.WAIT_S = 0.05
+    try:
+        regrow.checkpoint(function, x).sum().backward()
+    finally:
+        turns.WAIT_S = wait_s
+    raise failed[0]
+
+
 class Swallow:
     def __enter__(self) -> None:
         pass
@@ -298,6 +324,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "tensors, the replay saved": branch(lambda x: x.sin().cos(), lambda x: x.sin()),
     "saved by the replay differ": branch(lambda x: x.sin().cos(), lambda x: x[:2].sin().cos()),
     "of the replay is": branch(torch.sin, torch.cos, policy_fn=lambda *_, **__: False, early_stop=False),
+    "for a replay on another thread": wait_for_a_thread_that_waits,
     "backward through its own output": run_into_itself,
     "capture must be": lambda: regrow.register_ambient(None, torch.no_grad),
     "restore must be": lambda: regrow.register_ambient(torch.get_default_dtype, None),

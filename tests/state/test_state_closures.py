@@ -2,6 +2,7 @@
 
 import enum
 import gc
+import math
 from functools import partial, wraps
 
 import numpy as np
@@ -71,6 +72,21 @@ def test_what_a_variable_can_hold(same_in_any_way, name):
         for each in values:
             h = run(lambda t, scale=1.5: use(t, each).sin() * scale, h)  # noqa: B023
         run.backward(h.exp().sum())
+        return x.grad
+
+    same_in_any_way(program)
+
+
+@pytest.mark.parametrize("values", [(0.0, -0.0), (True, 1)], ids=["zeros", "truth"])
+def test_numbers_that_are_equal_and_not_the_same(same_in_any_way, values):
+    """Rule 24: the sign of a zero, and a flag that is one, count."""
+
+    def program(run):
+        x = torch.randn(4, requires_grad=True)
+        h = x
+        for each in values:
+            h = run(lambda t: (t * (2.0 if each is True else math.copysign(3.0, each))).sin(), h)  # noqa: B023
+        run.backward(h.sum())
         return x.grad
 
     same_in_any_way(program)

@@ -395,3 +395,13 @@ def test_parameters_that_changed_places_are_refused(engine, anywhere):
     model[0].weight, model[1].weight = model[1].weight, model[0].weight
     with pytest.raises(StateChangedError):
         anywhere(loss.backward)
+
+
+def test_a_part_of_a_conjugated_view_that_was_changed(engine, anywhere):
+    """Rule 24: what it spans is told by its strides; the part lies behind as many bytes as it has numbers."""
+    view = torch.randn(8, 8, dtype=torch.complex64).conj()[:, ::4]
+    x = torch.randn(2, requires_grad=True)
+    loss = engine.checkpoint(lambda x: (x * view[7].abs()).sin(), x).sum()
+    view.mul_(2)
+    with pytest.raises(StateChangedError):
+        anywhere(loss.backward)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -63,16 +64,21 @@ class Closure:
 
 def still_plain(function: Any, cells: list[Any]) -> bool:
     """Whether cells hold numbers and the like, and what they held before: then they need no closer look."""
-    return _PLAIN.issuperset(map(type, cells)) and type(function) is FunctionType and contents(function) == cells
+    return _PLAIN.issuperset(map(type, cells)) and type(function) is FunctionType and _are(contents(function), cells)
 
 
 def as_then(function: Any, cells: list[Any]) -> Any:
     """A function whose cells are `still_plain` after forward, as it was then."""
-    if contents(function) == cells:
+    if _are(contents(function), cells):
         return function
     own = set_by(function.__code__)
     then = [NOTHING if name in own else was for name, was in zip(function.__code__.co_freevars, cells, strict=True)]
     return _rebuilt(function, function.__closure__ or (), then)
+
+
+def _are(now: list[Any], then: list[Any]) -> bool:
+    """The same objects: what is equal may differ, as zeros of either sign do."""
+    return all(map(is_, now, then))
 
 
 def _rebuilt(function: Any, cells: Sequence[CellType], then: list[Any]) -> Any:

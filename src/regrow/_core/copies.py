@@ -42,7 +42,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """From the first to the last byte of a tensor: of an expanded one no more than what it is expanded from."""
-    if not _is_plain(tensor) or tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     return (_end(tensor) - int(tensor.storage_offset())) * tensor.element_size()
 

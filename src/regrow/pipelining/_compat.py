@@ -5,27 +5,17 @@ A name that is missing is found here, when regrow.pipelining is imported, and na
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
-_PACKAGE = "torch.distributed.pipelining"
+from regrow._core import compat
 
 
 def _private(module: str, path: str, why: str) -> Any:
-    found: Any = import_module(f"{_PACKAGE}.{module}")
-    try:
-        for part in path.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise ImportError(
-            f"regrow.pipelining needs {_PACKAGE}.{module}.{path} ({why}), which torch {torch.__version__} does not "
-            "have. Install a torch version in the range that regrow declares, or report this version."
-        ) from None
-    return found
+    return compat._private(f"torch.distributed.pipelining.{module}", path, why)
 
 
 # What every schedule is, those with one stage per rank, and those that run a list of actions.
@@ -99,6 +89,9 @@ def metas_of(stage: Any, kind: str) -> list[Any]:
     """
     metas = stage._stage_meta
     return list({"input": metas.inputs, "forward": metas.outputs, "backward": metas.input_grads}[kind] or ())
+
+
+compat._private("torch.distributed", "Reducer._reset_state", "replicas forget a backward that was aborted")
 
 
 def reset_reducer(module: DistributedDataParallel) -> None:

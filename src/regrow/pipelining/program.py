@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -19,13 +20,15 @@ class Program:
     Memory: one entry per action, made when it is first asked for.
     """
 
-    __slots__ = ("_backwards", "_order", "_schedule", "_stages")
+    __slots__ = ("_at_once", "_backwards", "_is_read", "_schedule", "_stages")
 
     def __init__(self, schedule: Any, stages: dict[int, PipelineStage]) -> None:
         self._schedule = ref(schedule)  # the schedule holds this
         self._stages = {index: ref(stage) for index, stage in stages.items()}
-        self._order: list[tuple[Any, int, int]] | None = None
+        self._is_read = False
+        # In order: each backward, and whether it is a full one. Those that come right after their forward.
         self._backwards: dict[tuple[int, int], bool] = {}
+        self._at_once: set[tuple[int, int]] = set()
 
     def before_gradient(self, key: tuple[int, int], works: Any) -> None:
         """The rank is about to wait for a gradient: replay what it is for."""
@@ -45,11 +48,8 @@ class Program:
 
     def follows(self, stage_index: int, microbatch: int) -> bool:
         """Whether a micro-batch's backward is the next thing that this rank computes after its forward."""
-        order = self._read()
-        here = (_compat.FORWARD, stage_index, microbatch)
-        place = order.index(here) if here in order else len(order)
-        then = order[place + 1] if place + 1 < len(order) else None
-        return then is not None and then[0] in _BACKWARD and then[1:] == (stage_index, microbatch)
+        self._read()
+        return (stage_index, microbatch) in self._at_once
 
     def _prefire(self, key: tuple[int, int]) -> None:
         stage = self._stage(key[0])
@@ -60,12 +60,17 @@ class Program:
         place = self._stages.get(index)
         return None if place is None else place()
 
-    def _read(self) -> list[tuple[Any, int, int]]:
-        if self._order is None:
-            self._order = list(_computations(_actions(self._schedule())))
-            kinds = ((kind, (stage, microbatch)) for kind, stage, microbatch in self._order)
-            self._backwards = {key: kind == _compat.FULL_BACKWARD for kind, key in kinds if kind in _BACKWARD}
-        return self._order
+    def _read(self) -> None:
+        if self._is_read:
+            return
+        self._is_read = True
+        order = [(kind, (stage, index)) for kind, stage, index in _computations(_actions(self._schedule()))]
+        self._backwards = {key: kind == _compat.FULL_BACKWARD for kind, key in order if kind in _BACKWARD}
+        self._at_once = {
+            key
+            for (kind, key), (next_kind, next_key) in pairwise(order)
+            if kind == _compat.FORWARD and next_kind in _BACKWARD and next_key == key
+        }
 
 
 _BACKWARD = (_compat.FULL_BACKWARD, _compat.BACKWARD_INPUT)
