@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from regrow._core.reach import NOTHING, content, contents, set_by
+from regrow._core.reach import NOTHING, cell_contents, content, contents, set_by
 
 # Of these types nothing needs to be looked into, and most variables are.
 _PLAIN = frozenset({int, float, bool, str, type, type(None), torch.dtype, torch.Size})
@@ -64,21 +64,24 @@ class Closure:
 
 def still_plain(function: Any, cells: list[Any]) -> bool:
     """Whether cells hold numbers and the like, and what they held before: then they need no closer look."""
-    return _PLAIN.issuperset(map(type, cells)) and type(function) is FunctionType and _are(contents(function), cells)
+    return _PLAIN.issuperset(map(type, cells)) and type(function) is FunctionType and _hold(function, cells)
 
 
 def as_then(function: Any, cells: list[Any]) -> Any:
     """A function whose cells are `still_plain` after forward, as it was then."""
-    if _are(contents(function), cells):
+    if _hold(function, cells):
         return function
     own = set_by(function.__code__)
     then = [NOTHING if name in own else was for name, was in zip(function.__code__.co_freevars, cells, strict=True)]
     return _rebuilt(function, function.__closure__ or (), then)
 
 
-def _are(now: list[Any], then: list[Any]) -> bool:
-    """The same objects: what is equal may differ, as zeros of either sign do."""
-    return all(map(is_, now, then))
+def _hold(function: FunctionType, then: list[Any]) -> bool:
+    """Whether the cells hold the same objects: what is equal may differ, as zeros of either sign do."""
+    try:
+        return all(map(is_, map(cell_contents, function.__closure__ or ()), then))
+    except ValueError:  # one is empty
+        return all(map(is_, contents(function), then))
 
 
 def _rebuilt(function: Any, cells: Sequence[CellType], then: list[Any]) -> Any:

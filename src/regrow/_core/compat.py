@@ -105,6 +105,7 @@ _dispatch_mode_count: Callable[[], int] = _private(
 
 _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C", "_get_dispatch_mode", "it tells whether torch traces")
 _PROXY: Any = _private("torch._C", "_TorchDispatchModeKey.PROXY", "it tells whether torch traces")
+_dynamo_traces = torch.compiler.is_dynamo_compiling  # the rest of what is_compiling tells, a proxy mode tells, too
 
 _ExcludeKey: Any = _private("torch._C", "_SetExcludeDispatchKeyGuard", "kept values share their version counter")
 _VIEW_KEY: Any = _private("torch._C", "DispatchKey.ADInplaceOrView", "kept values share their version counter")
@@ -280,7 +281,7 @@ def without_tensor_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
 
 def tracing() -> bool:
     """True while dynamo, export or AOTAutograd traces: a graph is recorded, nothing is executed for good."""
-    return torch.compiler.is_compiling() or _get_dispatch_mode(_PROXY) is not None
+    return _dynamo_traces() or _get_dispatch_mode(_PROXY) is not None
 
 
 def transform_level() -> int:

@@ -153,7 +153,7 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
     return seen
 
 
-_cell_contents = attrgetter("cell_contents")
+cell_contents = attrgetter("cell_contents")
 
 
 class _Nothing:
@@ -167,7 +167,7 @@ def contents(function: FunctionType) -> list[Any]:
     """What stands in the cells of a function."""
     cells = function.__closure__ or ()
     try:
-        return list(map(_cell_contents, cells))
+        return list(map(cell_contents, cells))
     except ValueError:
         return [content(cell) for cell in cells]
 
