@@ -12,12 +12,15 @@ _HOMES = {
     "FrameBusyError": "regrow._core.faults",
     "Handle": "regrow._core.frame",
     "InputChangedError": "regrow._core.faults",
+    "PlaceholderError": "regrow._core.faults",
+    "RegionError": "regrow._core.faults",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
     "StateChangedError": "regrow._core.faults",
     "ValueChangedError": "regrow._core.faults",
     "apply_checkpointing": "regrow.wrappers",
     "checkpoint": "regrow.call",
+    "checkpoint_exclude_wrapper": "regrow.wrappers",
     "checkpoint_wrapper": "regrow.wrappers",
     "clear_recompute_session": "regrow.scheduling",
     "create_selective_checkpoint_contexts": "regrow._core.selective",
@@ -26,6 +29,7 @@ _HOMES = {
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
+    "save_region": "regrow.wrappers",
 }
 
 __all__ = list(_HOMES)

@@ -2,6 +2,8 @@ from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError
 from regrow._core.faults import InputChangedError as InputChangedError
+from regrow._core.faults import PlaceholderError as PlaceholderError
+from regrow._core.faults import RegionError as RegionError
 from regrow._core.faults import ReplayMismatchError as ReplayMismatchError
 from regrow._core.faults import StateChangedError as StateChangedError
 from regrow._core.faults import ValueChangedError as ValueChangedError
@@ -15,7 +17,9 @@ from regrow.scheduling import recompute_handle as recompute_handle
 from regrow.scheduling import recompute_handle_collector_ctx as recompute_handle_collector_ctx
 from regrow.scheduling import recompute_session_ctx as recompute_session_ctx
 from regrow.wrappers import apply_checkpointing as apply_checkpointing
+from regrow.wrappers import checkpoint_exclude_wrapper as checkpoint_exclude_wrapper
 from regrow.wrappers import checkpoint_wrapper as checkpoint_wrapper
+from regrow.wrappers import save_region as save_region
 
 __all__: list[str]
 __version__: str

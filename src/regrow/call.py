@@ -136,8 +136,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
                 f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
             )
         return _decorator(options)
-    if not callable(function):
-        arguments.check_callable("function", function, "the function or module to run")
+    arguments.check_callable("function", function, "the function or module to run")
     return run(function, label_of(function), args, kwargs, options)
 
 

@@ -367,10 +367,10 @@ def test_a_class_made_for_one_model_dies_with_it():
 
 def test_a_wrapped_module_in_another_process_state(same):
     """Rule 17: a model pickled wrapped is the same model when the wrapping class has yet to be made."""
-    import regrow.wrappers
+    import regrow.becoming
 
     blob = pickle.dumps(checkpoint_wrapper(Block()))
-    regrow.wrappers._subclasses.clear()
+    regrow.becoming._subclasses.clear()
     twin = pickle.loads(blob)
     assert isinstance(twin, Block)
     assert is_checkpointed(twin)

@@ -75,6 +75,10 @@ class State:
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
         self.own: set[int] = set()
 
+    def generators(self) -> list[torch.Generator]:
+        """The generators that a replay rewinds."""
+        return [generator for generator, _ in self._generators]
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self._buffers.after_forward()

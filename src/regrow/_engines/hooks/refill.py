@@ -88,6 +88,22 @@ class Refill:
 
         return pack
 
+    def fill(self, value: torch.Tensor) -> None:
+        """The next saved tensor, where no operator saves it."""
+        row = next(self._rows, None)
+        if row is None:
+            row = self._saved[self._unwatched + self._last_count]
+            self._last_count += 1
+        slot = row[0]()
+        if slot is not None:
+            jagged = row[1] is not None and value.shape != row[1]
+            slots.put(slot, self._owner, self._reconcile(row, value, value) if jagged else value)
+
+    def stop_if_back(self) -> None:
+        """Stop here, between operators, if every tensor that is wanted is back."""
+        if self._stop_depth is not None and self.count() >= self.wanted:
+            raise Stop
+
     def count(self) -> int:
         """How many tensors the replay has saved."""
         return self._unwatched - length_hint(self._rows) + self._last_count

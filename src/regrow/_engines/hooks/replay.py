@@ -19,8 +19,8 @@ from regrow._core.frame import Frame, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
+from regrow._core.regions import Walk, check_after_forward
 from regrow._core.session import Session
-from regrow._core.state import State as ReachedState
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.oplog import OperatorLog
@@ -53,8 +53,6 @@ class HooksFrame(Frame):
         log: the operators of forward, with ``debug``.
         cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
         closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
-        state: what the function reaches and forward may have changed; None if it reaches nothing.
-        outer: the replay that made this call; None for a call of forward.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
@@ -64,8 +62,6 @@ class HooksFrame(Frame):
     log: OperatorLog | None = None
     cells: list[Any] | None = None
     closure: Closure | None = None
-    state: ReachedState | None = None
-    outer: Replay | None = None
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -80,6 +76,9 @@ class HooksFrame(Frame):
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
+        self.around = None
+        if self.regions is not None:
+            check_after_forward(self)
         self.inputs.check_after_forward()
         if self.state is not None:
             self.state.after_forward()
@@ -87,6 +86,10 @@ class HooksFrame(Frame):
             self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
             self.cells = None
         self.complete = True
+
+    def position(self) -> int:
+        """How many tensors forward has saved so far."""
+        return len(self.saved)
 
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
@@ -165,10 +168,10 @@ class HooksFrame(Frame):
         try:
             with Restored(self.environment):
                 if self.state is None:
-                    self._call(function, args, kwargs, refill, log, None)
+                    self._call(function, args, kwargs, refill, log, replay, None)
                 else:
                     with self.state.begun(replay, function, complete=self.complete) as watch:
-                        self._call(function, args, kwargs, refill, log, watch)
+                        self._call(function, args, kwargs, refill, log, replay, watch)
         finally:
             here.replay, here.reading = around, reading
         if replay.refusal is not None:
@@ -181,11 +184,14 @@ class HooksFrame(Frame):
         kwargs: dict[str, Any],
         refill: Refill,
         log: OperatorLog | None,
+        replay: Replay,
         watch: Watch | None,
     ) -> None:
         modes = compat.function_mode_count()
         contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
         pack = refill.pack_hook(watched=watch is not None)
+        if self.regions is not None:
+            replay.walk = Walk(self, refill)
         compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
         try:
             if contexts:
@@ -195,10 +201,13 @@ class HooksFrame(Frame):
                     function(*args, **kwargs)
             else:
                 function(*args, **kwargs)
+            if replay.walk is not None and self.complete:
+                replay.walk.finish()
         except Stop:
             pass
         finally:
             compat.pop_hooks()
+            replay.walk = None  # it leads back here
             if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
                 compat.swap_function_modes(modes, ())
 
