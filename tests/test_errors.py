@@ -330,7 +330,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "restore must be": lambda: regrow.register_ambient(torch.get_default_dtype, None),
     "module_or_fn must be": lambda: regrow.checkpoint_wrapper(3),
     "no option of checkpoint": lambda: regrow.checkpoint_wrapper(nn.ReLU(), earlystop=True),
-    "is checkpointed already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
+    "is wrapped already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
     "has a forward of its own instance": own_forward,
     "whose forward is generated code": lambda: regrow.checkpoint_wrapper(torch.fx.symbolic_trace(nn.ReLU())),
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),

@@ -39,11 +39,8 @@ def check_free(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: the sentence names the module and what to do.
     """
-    kind = module.__dict__.get(_KIND)
-    if kind is not None:
-        raise ValueError(
-            f"{name} is {kind.__doc__.split(':')[0]} already: {type(module).__name__}. Wrap a module once."
-        )
+    if _KIND in module.__dict__:
+        raise ValueError(f"{name} is wrapped already: {type(module).__name__}. Wrap each module once.")
     if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise ValueError(
             f"{name} is a traced or scripted {type(module).__name__}, whose forward is generated code that a wrapper "

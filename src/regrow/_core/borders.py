@@ -6,7 +6,8 @@ of it, is described by where it lies in the input, and found again in the input 
     forward   input 1, storage: [.....xxxx....]    saved: 4 elements from the third on, seen as 2 x 2
     replay    input 1, another storage: [xxxx]     the same view of it
 
-Not found this way, and so kept: parameters, what another region of the call made, and what was written since.
+Not found this way, and so kept: parameters and other leaves, what another region of the call made, and what was
+written since.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Border:
         self._by_storage: dict[int | None, list[int]] = {}
         for index, tensor in enumerate(inputs):
             key = compat.storage_key(tensor)
-            if not isinstance(tensor, nn.Parameter) and key not in made_by_regions:
+            if not (tensor.is_leaf and tensor.requires_grad) and key not in made_by_regions:
                 self._by_storage.setdefault(key, []).append(index)
 
     def find(self, tensor: torch.Tensor) -> Part | None:
@@ -117,9 +118,13 @@ class Border:
 
 def look(tensor: torch.Tensor) -> Look:
     """What a tensor looks like."""
-    return Look(tensor.shape, tensor.dtype, tensor.device, tensor.stride() if _is_strided(tensor) else None)
+    return Look(tensor.shape, tensor.dtype, tensor.device, tensor.stride() if _has_strides(tensor) else None)
+
+
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
     """Whether views of a tensor are told by their geometry alone."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return type(tensor) in _PLAIN and _has_strides(tensor)

@@ -18,12 +18,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from regrow import errors
-from regrow._core import compat, draws, replaying, trees
+from regrow._core import compat, replaying, trees
 from regrow._core.borders import Border, Look, Part, look
 from regrow._core.faults import PlaceholderError, RegionError, ValueChangedError
 from regrow._core.frame import Frame
 from regrow._core.kept import KeptTensor
 from regrow._core.lifecycle import Replay
+from regrow._core.moves import Moves
 from regrow._core.placeholder import Placeholder, look_of
 
 
@@ -95,18 +96,21 @@ class Entry:
         region: what it left behind.
         start: how many tensors the call had saved when the region began.
         end: how many when it ended.
-        parts: which parts of the region's inputs the tensors in between are.
-        draws: where generators stood after it, of those that it moved.
+        parts: which parts of the region's inputs the tensors in between are; grows while the region runs.
+        moves: what it moved on.
     """
 
-    __slots__ = ("draws", "end", "parts", "region", "start")
+    __slots__ = ("end", "moves", "parts", "region", "start")
 
-    def __init__(self, region: Region, start: int, end: int, parts: list[Part], moved: draws.States) -> None:
+    def __init__(self, region: Region, call: Frame, parts: list[Part], moves: Moves) -> None:
+        """Note the region in a call that has reached it."""
         self.region = region
-        self.start = start
-        self.end = end
+        self.start = self.end = call.position()
         self.parts = parts
-        self.draws = moved
+        self.moves = moves
+        if call.regions is None:
+            call.regions = []
+        call.regions.append(self)
 
 
 class Refilling(Protocol):
@@ -150,20 +154,27 @@ class Walk:
         if not region.intact():
             raise RegionError(errors.region_output_written(self._label, label), label=self._label, region=label)
         self._check(region, inputs, names)
+        self._next += 1
         detached = [tensor.detach() for tensor in inputs] if entry.parts else []
         for part in entry.parts:
             value = part.of(detached)
             if isinstance(value, Placeholder):
                 raise PlaceholderError(value._region, f"SAVE region {label}")
             self._refilling.fill(value)
-        self._next += 1
         self._refilling.stop_if_back()
-        draws.set_states(entry.draws)
+        entry.moves.again()
         return entry
 
-    def finish(self) -> None:
-        """The function has returned; refuse it if forward had reached more regions."""
-        left = self._entries[self._next :]
+    def finish(self, wanted: int | None) -> None:
+        """The replay has ended; refuse it if forward had reached more regions by then.
+
+        Args:
+            wanted: how many tensors it had saved when it stopped; None if the function returned.
+
+        Raises:
+            RegionError: there are regions left.
+        """
+        left = [entry for entry in self._entries[self._next :] if wanted is None or entry.start < wanted]
         if left:
             region = left[0].region.label
             raise RegionError(errors.regions_left(self._label, region, len(left)), label=self._label, region=region)
@@ -219,7 +230,7 @@ def run(
     finally:
         here.region = region
     for call in calls:
-        _note(call, Entry(entry.region, call.position(), call.position(), [], entry.draws))
+        Entry(entry.region, call, [], entry.moves)
     return output
 
 
@@ -260,7 +271,11 @@ class _Recording:
 
     def run(self, function: Callable[..., Any], save_output: bool) -> Any:
         """Run it and note what it leaves behind."""
-        starts = [(call, call.position(), draws.states_of(_sources(call))) for call in self._calls]
+        # Noted now: a backward inside the region may replay the call up to here.
+        entries = [
+            Entry(self._region, call, self._parts if call is self._frame else [], Moves(call.environment, call.state))
+            for call in self._calls
+        ]
         here = replaying.thread.here
         forward, here.forward, here.region = here.forward, None, self._region
         compat.push_hooks(*self._saving())
@@ -272,9 +287,9 @@ class _Recording:
         finally:
             compat.pop_hooks()
             here.forward, here.region = forward, None
-            for call, start, before in starts:
-                parts = self._parts if call is self._frame else []
-                _note(call, Entry(self._region, start, call.position(), parts, draws.moved_since(before)))
+            for call, entry in zip(self._calls, entries, strict=True):
+                entry.end = call.position()
+                entry.moves.end()
         self._refuse_writes()
         self._region.keep(
             output, self._border, self._hooks if self._frame.respects_hooks else None, save_output=save_output
@@ -408,13 +423,3 @@ def _calls(forward: Frame | None, replay: Replay | None) -> Iterator[Frame]:
     while forward is not None and forward.outer is replay:
         yield forward
         forward = forward.around
-
-
-def _sources(call: Frame) -> list[draws.Source]:
-    return [*call.environment.rng_devices(), *(() if call.state is None else call.state.generators())]
-
-
-def _note(call: Frame, entry: Entry) -> None:
-    if call.regions is None:
-        call.regions = []
-    call.regions.append(entry)

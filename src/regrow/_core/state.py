@@ -36,6 +36,7 @@ class State:
     """What one call reaches, as it was in forward.
 
     Attributes:
+        buffers: those of the modules it reaches.
         own: ids of the parameters and captured tensors that forward itself wrote into.
 
     Memory: holds modules and parameters, copies of small buffers, and of large ones that forward changes, until the
@@ -43,7 +44,6 @@ class State:
     """
 
     __slots__ = (
-        "_buffers",
         "_captured",
         "_children",
         "_generators",
@@ -54,6 +54,7 @@ class State:
         "_parameters",
         "_requires_grad",
         "_versions",
+        "buffers",
         "own",
     )
 
@@ -63,7 +64,7 @@ class State:
         self._names = reached.names
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
-        self._buffers = Buffers(self._modules)
+        self.buffers = Buffers(self._modules)
         self._children = [(module, dict(module._modules)) for module in self._modules if module._modules]
         self._parameters = _parameters(self._modules)
         self._requires_grad = list(map(_requires_grad, self._parameters))
@@ -81,7 +82,7 @@ class State:
 
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
-        self._buffers.after_forward()
+        self.buffers.after_forward()
         self.own = set(map(id, self._changed()))
 
     def begin(self, replay: Replay, function: Callable[..., Any], *, complete: bool) -> Begun:
@@ -96,11 +97,11 @@ class State:
             StateChangedError: a name stands for another module now. What else was changed is watched.
         """
         everything = turns.any_taken() or list(map(_training, self._modules)) != self._modes
-        wanted = map(id, self._modules) if everything else self._buffers.owners()
+        wanted = map(id, self._modules) if everything else self.buffers.owners()
         begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
         try:
             begun.children = _swap_children(self._children)
-            stale = self._buffers.stale()
+            stale = self.buffers.stale()
             gone = (buffer.here() for buffer in stale if buffer.start is None)
             lost = [tensor for tensor in gone if tensor is not None]
             if complete:
@@ -121,7 +122,7 @@ class State:
             begun.put_back()
 
     def _set(self, begun: Begun, stale: list[Buffer]) -> None:
-        begun.buffers = self._buffers.place(stale)
+        begun.buffers = self.buffers.place(stale)
         if begun.modes != self._modes:
             _set_modes(self._modules, self._modes)
         if begun.requires_grad != self._requires_grad:

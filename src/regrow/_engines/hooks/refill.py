@@ -12,6 +12,7 @@ import torch
 
 from regrow._core import compat
 from regrow._core.frame import Owner
+from regrow._core.watch import Watch
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
 from regrow._engines.hooks.slots import Saved
@@ -24,6 +25,7 @@ class Refill:
     Attributes:
         wanted: how many tensors to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
+        watch: to look at what is saved without an operator; None if nothing was changed since forward.
     """
 
     # On the class, and set only where they come to differ.
@@ -32,6 +34,7 @@ class Refill:
     _deeper = 0
     _rows: Iterator[Saved] = iter(())
     differences: tuple[Difference, ...] = ()
+    watch: Watch | None = None
 
     def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
         """Prepare a replay on this thread.
@@ -96,6 +99,8 @@ class Refill:
             self._last_count += 1
         slot = row[0]()
         if slot is not None:
+            if self.watch is not None:
+                self.watch.look_at([value])
             jagged = row[1] is not None and value.shape != row[1]
             slots.put(slot, self._owner, self._reconcile(row, value, value) if jagged else value)
 

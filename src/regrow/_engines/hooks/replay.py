@@ -192,6 +192,7 @@ class HooksFrame(Frame):
         pack = refill.pack_hook(watched=watch is not None)
         if self.regions is not None:
             replay.walk = Walk(self, refill)
+            refill.watch = watch
         compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
         try:
             if contexts:
@@ -201,10 +202,11 @@ class HooksFrame(Frame):
                     function(*args, **kwargs)
             else:
                 function(*args, **kwargs)
-            if replay.walk is not None and self.complete:
-                replay.walk.finish()
+            if replay.walk is not None:
+                replay.walk.finish(None)
         except Stop:
-            pass
+            if replay.walk is not None:
+                replay.walk.finish(refill.wanted)
         finally:
             compat.pop_hooks()
             replay.walk = None  # it leads back here
