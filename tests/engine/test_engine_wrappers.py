@@ -481,7 +481,7 @@ REFUSED = {
     "a bad option": (lambda: checkpoint_wrapper(Block(), early_stop=1), "early_stop must be True or False, got 1"),
     "no callable": (lambda: checkpoint_wrapper(3), "module_or_fn must be a module or a function, got 3"),
     "traced code": (lambda: checkpoint_wrapper(torch.fx.symbolic_trace(Block())), "whose forward is generated code"),
-    "wrapped already": (lambda: checkpoint_wrapper(checkpoint_wrapper(Block())), "checkpointed already"),
+    "wrapped already": (lambda: checkpoint_wrapper(checkpoint_wrapper(Block())), "is wrapped already"),
 }
 
 
