@@ -1,4 +1,4 @@
-"""The two models that are measured: a chain whose border is plain to see, and a transformer block. Know no checkpoint."""
+"""The models that are measured: a chain whose border is plain to see, a transformer block. Must know no checkpoint."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Chain(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
     def forward(self, x: Tensor, region: Region = run) -> Tensor:
+        """Run it; ``region`` calls the part."""
         return F.gelu(region(torch.matmul, self.norm(x), self.weight))
 
 
@@ -39,6 +40,7 @@ class Block(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor, region: Region = run) -> Tensor:
+        """Run it; ``region`` calls the part."""
         batch, length, width = x.shape
         parts = self.qkv(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = parts.transpose(1, 3).unbind(2)

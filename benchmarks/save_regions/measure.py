@@ -21,13 +21,14 @@ from torch.profiler import record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import contenders
 from blocks import Block, Chain
+
+import contenders
 from figures import Spread, paired_ratios
 from harness import SEED, Phase, Plan, Variant, check_same, measure, one_thread
-from report import Machine, duration
 from regrow.cli import memory
 from regrow.cli.memory import Footprint, Marks
+from report import Machine, duration
 
 WIDTH, LENGTH, BATCH, HEADS = 512, 256, 1, 8
 AT_MOST = 0.95  # of the step time of torch's selective checkpoint, and no more bytes
