@@ -46,4 +46,5 @@ class Block(nn.Module):
         q, k, v = parts.transpose(1, 3).unbind(2)
         attended = region(F.scaled_dot_product_attention, q, k, v)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.after(x))))
+        output: Tensor = x + self.down(F.gelu(self.up(self.after(x))))
+        return output

@@ -21,9 +21,8 @@ from torch.profiler import record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import ways
 from blocks import Block, Chain
-
-import contenders
 from figures import Spread, paired_ratios
 from harness import SEED, Phase, Plan, Variant, check_same, measure, one_thread
 from regrow.cli import memory
@@ -62,17 +61,15 @@ def footprint(run: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> F
 
 def figures(block: nn.Module, x: Tensor, kept: list[object], plan: Plan) -> dict[str, Figures]:
     """Check that all ways do the same, count what they hold, and time them in turn."""
-    ways = contenders.ways(block, kept)
-    variants = [Variant(name, lambda run=run: run(x)) for name, run in ways.items()]  # type: ignore[misc]
+    found = ways.of(block, kept)
+    variants = [Variant(name, lambda run=run: run(x)) for name, run in found.items()]  # type: ignore[misc]
     gradient = torch.ones_like(x)
     check_same(variants, [x, *block.parameters()], gradient)
-    held = {name: footprint(run, x, gradient) for name, run in ways.items()}
+    held = {name: footprint(run, x, gradient) for name, run in found.items()}
     times = measure(variants, gradient, repeats=1, plan=plan)[Phase.STEP]
     return {
-        name: Figures(
-            held[name], Spread.of(times[name]), Spread.of(paired_ratios(times[name], times[contenders.REFERENCE]))
-        )
-        for name in ways
+        name: Figures(held[name], Spread.of(times[name]), Spread.of(paired_ratios(times[name], times[ways.REFERENCE])))
+        for name in found
     }
 
 
@@ -102,9 +99,9 @@ def main(
     x = torch.randn(BATCH, length, width, requires_grad=True)
     chain = figures(Chain(width), x, [torch.ops.aten.mm.default], plan)
     console.print(table(f"RMSNorm, matmul (kept), GELU: batch {BATCH}, sequence {length}, width {width}", chain))
-    block = figures(Block(width, HEADS), x, contenders.attention_operators(), plan)
+    block = figures(Block(width, HEADS), x, ways.attention_operators(), plan)
     console.print(table(f"Transformer block, attention kept: batch {BATCH}, sequence {length}, width {width}", block))
-    mine, theirs = block[contenders.REGROW], block[contenders.REFERENCE]
+    mine, theirs = block[ways.REGROW], block[ways.REFERENCE]
     missed = []
     if mine.ratio.median > AT_MOST:
         missed.append(f"step time {mine.ratio.median:.3f} of torch SAC's, target {AT_MOST}")

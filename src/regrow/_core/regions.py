@@ -18,14 +18,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from regrow import errors
-from regrow._core import compat, replaying, trees
+from regrow._core import compat, outputs, replaying, trees
 from regrow._core.borders import Border, Look, Part, look
 from regrow._core.faults import PlaceholderError, RegionError, ValueChangedError
 from regrow._core.frame import Frame
 from regrow._core.kept import KeptTensor
 from regrow._core.lifecycle import Replay
 from regrow._core.moves import Moves
-from regrow._core.placeholder import Placeholder, look_of
+from regrow._core.placeholder import Placeholder
 
 
 class Region:
@@ -47,7 +47,7 @@ class Region:
         self.looks = looks
         self.made: dict[int, StorageWeakRef] = {}
         self.failure: str | None = None
-        self._outputs: list[_Output] = []
+        self._outputs: list[outputs.Output] = []
         self._template = trees.TENSORS_ONLY
 
     def keep(self, output: Any, border: Border, hooks: compat.Hooks | None, *, save_output: bool) -> None:
@@ -56,26 +56,19 @@ class Region:
         for value in self._template.opaque:
             self._refuse_hidden_tensors(value)
         for tensor in tensors:
-            made = _output(self.label, tensor, border.find(tensor), hooks, save_output=save_output)
+            made = outputs.note(self.label, tensor, border.find(tensor), hooks, save_output=save_output)
             self._outputs.append(made)
-            key = None if isinstance(made, _Passed) else compat.storage_key(tensor)
+            key = None if isinstance(made, outputs.Passed) else compat.storage_key(tensor)
             if key is not None:
                 self.made[key] = StorageWeakRef(tensor.untyped_storage())
 
     def intact(self) -> bool:
         """Whether what is kept of its outputs is still as it made them."""
-        return all(made.value.intact() for made in self._outputs if isinstance(made, _Kept))
+        return all(made.value.intact() for made in self._outputs if isinstance(made, outputs.Kept))
 
     def again(self, label: str, inputs: list[torch.Tensor]) -> Any:
         """What it returned, for a replay of a call that brings these inputs."""
-        bridged = [made for made in self._outputs if isinstance(made, _Kept) and made.requires_grad]
-        if bridged and not compat.functorch_active():
-            gate = torch.empty(0, requires_grad=True)
-            sources = [tensor for tensor in inputs if tensor.requires_grad]
-            values = iter(_Bridge.apply((label, self.label), bridged, gate, *sources))  # type: ignore[no-untyped-call]
-            tensors = [next(values) if made in bridged else made.again(inputs) for made in self._outputs]
-        else:
-            tensors = [made.again(inputs) for made in self._outputs]
+        tensors = outputs.all_again(self._outputs, inputs, label, self.label)
         args, _ = self._template.fill(tensors)
         return args[0]
 
@@ -337,85 +330,6 @@ class _Recording:
                 label=self._frame.label,
                 region=self._region.label,
             )
-
-
-class _Bridge(torch.autograd.Function):
-    """Outputs of a region in a replay: they need a gradient as in forward, but there is no way through."""
-
-    @staticmethod
-    def forward(ctx: Any, labels: tuple[str, str], kept: list[_Kept], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Give what was kept."""
-        ctx.labels = labels
-        return tuple(made.value.read() for made in kept)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        """Refuse."""
-        label, region = ctx.labels
-        raise RegionError(errors.region_gradient(label, region), label=label, region=region)
-
-
-class _Kept:
-    """An output that the region made."""
-
-    def __init__(self, value: KeptTensor, *, requires_grad: bool) -> None:
-        self.value = value
-        self.requires_grad = requires_grad
-
-    def again(self, _: Sequence[torch.Tensor]) -> torch.Tensor:
-        value = self.value.read()
-        return value.requires_grad_() if self.requires_grad else value
-
-
-class _Passed:
-    """An output that is an input, or a view of one."""
-
-    def __init__(self, part: Part, *, requires_grad: bool) -> None:
-        self._part = part
-        self._requires_grad = requires_grad
-
-    def again(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        value = self._part.of(inputs)
-        return (
-            value if value.requires_grad == self._requires_grad else value.detach().requires_grad_(self._requires_grad)
-        )
-
-
-class _Leaf:
-    """An output that is a parameter, or another tensor that no operator made."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def again(self, _: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self._tensor
-
-
-class _Dropped:
-    """An output that is not kept."""
-
-    def __init__(self, region: str, tensor: torch.Tensor) -> None:
-        self._region = region
-        self._look = look_of(tensor)
-        self._requires_grad = tensor.requires_grad
-
-    def again(self, _: Sequence[torch.Tensor]) -> torch.Tensor:
-        return Placeholder(self._region, self._look, self._requires_grad)
-
-
-_Output = _Kept | _Passed | _Leaf | _Dropped
-
-
-def _output(
-    label: str, tensor: torch.Tensor, part: Part | None, hooks: compat.Hooks | None, *, save_output: bool
-) -> _Output:
-    if part is not None:
-        return _Passed(part, requires_grad=tensor.requires_grad)
-    if tensor.is_leaf and tensor.requires_grad:
-        return _Leaf(tensor)
-    if save_output:
-        return _Kept(KeptTensor(tensor, hooks), requires_grad=tensor.requires_grad)
-    return _Dropped(label, tensor)
 
 
 def _calls(forward: Frame | None, replay: Replay | None) -> Iterator[Frame]:

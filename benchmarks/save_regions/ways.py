@@ -20,7 +20,7 @@ PLAIN, REFERENCE, REGROW, PEER = "no checkpoint", "torch SAC", "regrow, region",
 Run = Callable[[Tensor], Tensor]
 
 
-def ways(block: nn.Module, kept: list[Any]) -> dict[str, Run]:
+def of(block: nn.Module, kept: list[Any]) -> dict[str, Run]:
     """Every way by name; that of torch-remat where it is installed.
 
     Args:
