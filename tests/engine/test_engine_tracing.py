@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 
 import regrow
+from regrow import policies
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
@@ -34,6 +35,9 @@ OPTIONS = {
     "random numbers not preserved": {"preserve_rng_state": False},
     "no check": {"determinism_check": "none"},
     "policy": {"policy_fn": keep_products},
+    "policy as a value": {"policy_fn": policies.keep_matmuls() | policies.keep_random()},
+    "policy that counts": {"policy_fn": policies.keep_matmuls(every=2)},
+    "contexts of a policy": {"context_fn": policies.keep_matmuls(every=2).context_fn},
     "hooks not respected": {"respect_saved_tensors_hooks": False},
 }
 
@@ -146,7 +150,10 @@ def test_a_policy_has_its_effect_in_the_compiled_backward(engine):
         compiled(x, w).sum().backward()
         return seen[0]
 
+    none, one, two = {}, {"policy_fn": policies.keep_matmuls(every=2)}, {"policy_fn": policies.keep_matmuls()}
     assert products_of_backward(policy_fn=keep_products) < products_of_backward()
+    assert products_of_backward(**two) < products_of_backward(**one) <= products_of_backward(**none)
+    assert products_of_backward(context_fn=two["policy_fn"].context_fn) == products_of_backward(**two)
 
 
 def test_nothing_is_said_while_tracing(engine, caplog):
