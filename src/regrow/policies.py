@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from regrow._core.families import operator_at, path_of
 __all__ = ["Policy", "keep", "keep_attention", "keep_matmuls", "keep_random", "keep_where"]
 
 Contexts: TypeAlias = "tuple[TorchDispatchMode, TorchDispatchMode]"
+Recipe: TypeAlias = "tuple[type[Policy], tuple[Any, ...]]"  # a class and its arguments, policies as recipes again
 Chooser: TypeAlias = "Callable[..., bool]"  # (ctx, op, *args, **kwargs)
 
 
@@ -33,30 +35,22 @@ Chooser: TypeAlias = "Callable[..., bool]"  # (ctx, op, *args, **kwargs)
 class Policy(selective.FreshPolicy):
     """What to keep, as a frozen value: for ``regrow.checkpoint(..., policy_fn=policy)``.
 
-    ``a | b`` keeps what either keeps, ``a & b`` what both keep, ``~a`` what ``a`` does not. In a combination every part
-    is asked about every operator, so a part counts the same alone and combined. What is kept is answered with
-    ``MUST_SAVE``, the rest with ``PREFER_RECOMPUTE``.
-
-    Attributes:
-        context_fn: makes a fresh pair of contexts each time it is called, for ``checkpoint(..., context_fn=...)``;
-            torch's own pair while torch traces.
+    ``a | b`` keeps what either keeps, ``a & b`` what both keep, ``~a`` what ``a`` does not, ``a - b`` is ``a & ~b``. In
+    a combination every part is asked about every operator, so a part counts the same alone and combined. What is kept
+    is answered with ``MUST_SAVE``, the rest with ``PREFER_RECOMPUTE``.
 
     Memory: holds no tensor and no state of a call.
 
     Threads: a value may be used by any number of calls at once; what it counts is counted for each call.
     """
 
-    context_fn: Callable[[], Contexts] = field(init=False, compare=False)
+    @property
+    def context_fn(self) -> Callable[[], Contexts]:
+        """Makes a fresh pair of contexts each time it is called, for ``checkpoint(..., context_fn=policy.context_fn)``.
 
-    def __post_init__(self) -> None:
-        # A plain function in a field: torch.compile takes neither a bound method nor a partial of a value for it.
-        # It makes an equal value instead of holding this one, which would be a cycle.
-        kind, parts = type(self), self._parts()
-
-        def contexts() -> Contexts:
-            return _contexts(kind(*parts))
-
-        object.__setattr__(self, "context_fn", contexts)
+        While torch traces it is torch's own pair.
+        """
+        return partial(_contexts, self._recipe())
 
     @property
     @abstractmethod
@@ -93,14 +87,15 @@ class Policy(selective.FreshPolicy):
     def __and__(self, other: object) -> Policy:
         return _Both(self, other) if isinstance(other, Policy) else NotImplemented
 
+    def __sub__(self, other: object) -> Policy:
+        return _Both(self, _Other(other)) if isinstance(other, Policy) else NotImplemented
+
     def __invert__(self) -> Policy:
         return _Other(self)
 
-    def __reduce__(self) -> Any:
-        return type(self), self._parts()
-
-    def _parts(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, item.name) for item in fields(self) if item.init)
+    @abstractmethod
+    def _recipe(self) -> Recipe:
+        """How to make an equal policy, in what torch.compile takes for constants."""
 
 
 def keep(*operators: Any, every: int = 1) -> Policy:
@@ -120,16 +115,16 @@ def keep(*operators: Any, every: int = 1) -> Policy:
     if not operators:
         raise ValueError("operators: keep() needs at least one, such as torch.ops.aten.mm.default; got none.")
     selective.check_operators("operators", operators)
-    if refused := [op for op in operators if selective.runs_always(op) or selective.tensorless(op)]:
+    if not compat.tracing() and (refused := [op for op in operators if _never_kept(op)]):
         raise ValueError(
             f"operators: {', '.join(map(str, refused))} cannot be kept: an operator that returns an alias or no "
             "tensor, or writes into an argument, always runs again. Name operators that return new tensors."
         )
-    return _Operators(tuple(sorted({path_of(op): op for op in operators}.values(), key=path_of)), _checked(every))
+    return _Operators(frozenset(operators), _checked(every))
 
 
 def keep_matmuls(*, every: int = 1) -> Policy:
-    """Keep the results of matrix products: mm, bmm, addmm, baddbmm, linear, scaled and grouped ones.
+    """Keep the results of matrix products: mm, bmm, addmm, baddbmm, mv, linear, scaled and grouped ones.
 
     Args:
         every: of those that run in one call, the first is kept and then every ``every``-th: with 2, numbers 1, 3, 5.
@@ -192,7 +187,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, repr=False)
 class _Operators(Policy):
-    operators: tuple[Any, ...]
+    operators: frozenset[Any]
     every: int
 
     @property
@@ -200,14 +195,17 @@ class _Operators(Policy):
         return self.every > 1
 
     def _chooser(self) -> Chooser:
-        operators = frozenset(self.operators)
+        operators = self.operators
         return _every(self.every, lambda ctx, op, *args, **kwargs: op in operators)
 
     def __repr__(self) -> str:
-        return f"keep({', '.join([*map(path_of, self.operators), *_said(self.every)])})"
+        return f"keep({', '.join([*sorted(map(path_of, self.operators)), *_said(self.every)])})"
 
     def __reduce__(self) -> Any:
-        return _found, (tuple(map(path_of, self.operators)), self.every)  # operators themselves cannot be pickled
+        return _found, (sorted(map(path_of, self.operators)), self.every)  # operators themselves cannot be pickled
+
+    def _recipe(self) -> Recipe:
+        return _Operators, (self.operators, self.every)
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,6 +223,9 @@ class _Family(Policy):
     def __repr__(self) -> str:
         return f"{self.kind.value}({', '.join(_said(self.every))})"
 
+    def _recipe(self) -> Recipe:
+        return _Family, (self.kind, self.every)
+
 
 @dataclass(frozen=True, repr=False)
 class _Asked(Policy):
@@ -240,6 +241,9 @@ class _Asked(Policy):
 
     def __repr__(self) -> str:
         return f"keep_where({getattr(self.policy_fn, '__qualname__', repr(self.policy_fn))})"
+
+    def _recipe(self) -> Recipe:
+        return _Asked, (self.policy_fn,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,6 +263,9 @@ class _Either(Policy):
     def __repr__(self) -> str:
         return f"{self.first!r} | {_inner(self.second, _Either)}"
 
+    def _recipe(self) -> Recipe:
+        return _Either, (self.first._recipe(), self.second._recipe())
+
 
 @dataclass(frozen=True, repr=False)
 class _Both(Policy):
@@ -276,6 +283,9 @@ class _Both(Policy):
     def __repr__(self) -> str:
         return f"{_inner(self.first, _Either)} & {_inner(self.second, _Either, _Both)}"
 
+    def _recipe(self) -> Recipe:
+        return _Both, (self.first._recipe(), self.second._recipe())
+
 
 @dataclass(frozen=True, repr=False)
 class _Other(Policy):
@@ -292,12 +302,25 @@ class _Other(Policy):
     def __repr__(self) -> str:
         return f"~{_inner(self.policy, _Either, _Both)}"
 
+    def _recipe(self) -> Recipe:
+        return _Other, (self.policy._recipe(),)
+
 
 def _inner(policy: Policy, *looser: type[Policy]) -> str:
     return f"({policy!r})" if isinstance(policy, looser) else repr(policy)
 
 
-def _contexts(policy: Policy) -> Contexts:
+def _made(recipe: Recipe) -> Policy:
+    kind, parts = recipe
+    return kind(*(_made(part) if _is_recipe(part) else part for part in parts))
+
+
+def _is_recipe(part: Any) -> bool:
+    return isinstance(part, tuple) and isinstance(part[0], type) and issubclass(part[0], Policy)
+
+
+def _contexts(recipe: Recipe) -> Contexts:
+    policy = _made(recipe)
     if compat.tracing():
         contexts: Contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy.begin())
         return contexts
@@ -324,7 +347,11 @@ def _every(every: int, matches: Chooser) -> Chooser:
     return lambda *call, **kwargs: matches(*call, **kwargs) and next(seen) % every == 0
 
 
-def _found(paths: tuple[str, ...], every: int) -> Policy:
+def _never_kept(op: Any) -> bool:
+    return selective.runs_always(op) or selective.tensorless(op)
+
+
+def _found(paths: list[str], every: int) -> Policy:
     return keep(*map(operator_at, paths), every=every)
 
 

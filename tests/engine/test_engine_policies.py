@@ -524,6 +524,7 @@ def test_policies_are_equal_by_what_they_keep():
     assert len(set(WORDS.values()) | {policies.keep_matmuls(), policies.keep(MM)}) == len(WORDS)
     assert policies.keep_matmuls() != policies.keep_matmuls(every=2)
     assert policies.keep_matmuls() != policies.keep_random()
+    assert policies.keep_matmuls() - policies.keep(MM) == policies.keep_matmuls() & ~policies.keep(MM)
     with pytest.raises(AttributeError):
         policies.keep_matmuls().every = 2
 
@@ -640,6 +641,8 @@ def test_policies_combine_with_policies_only(other):
     """Rule 19: as Python says it."""
     with pytest.raises(TypeError, match="unsupported operand"):
         policies.keep_matmuls() | other
+    with pytest.raises(TypeError, match="unsupported operand"):
+        policies.keep_matmuls() - other
     with pytest.raises(TypeError, match="unsupported operand"):
         other & policies.keep_matmuls()
 

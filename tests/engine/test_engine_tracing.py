@@ -59,6 +59,30 @@ def test_a_compiled_call_is_one_graph_with_the_plain_gradients(engine, same, bac
     torch.testing.assert_close(grads(compiled, x, w), grads(lambda x, w: region(x.sin(), w).exp(), x, w))
 
 
+INLINE = {
+    "family": lambda: policies.keep_matmuls(every=2),
+    "operators": lambda: policies.keep(torch.ops.aten.bmm.default, MM, every=2),
+    "function": lambda: policies.keep_where(keep_products),
+    "combination": lambda: (policies.keep_matmuls(every=2) | policies.keep(MM)) - policies.keep_random(),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["policy_fn", "context_fn"])
+@pytest.mark.parametrize("policy", INLINE)
+def test_a_policy_made_inside_the_compiled_function(engine, policy, how, backend):
+    """Rule 22: made while tracing as well as before, without a graph break."""
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    make = INLINE[policy]
+
+    def function(x, w):
+        options = {"policy_fn": make()} if how == "policy_fn" else {"context_fn": make().context_fn}
+        return engine.checkpoint(region, x.sin(), w, **options).exp()
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(grads(compiled, x, w), grads(lambda x, w: region(x.sin(), w).exp(), x, w))
+
+
 def test_the_graph_holds_torchs_checkpoint(engine):
     """Rule 22: what torch's tracer knows, with torch's own words for regrow's options."""
     graphs = {}

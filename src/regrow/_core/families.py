@@ -23,6 +23,8 @@ _MATMULS = frozenset(
         "addbmm",
         "matmul",
         "linear",
+        "mv",
+        "addmv",
         "_addmm_activation",
         "_int_mm",
         "_scaled_mm",
@@ -30,6 +32,10 @@ _MATMULS = frozenset(
         "_grouped_mm",
         "_scaled_grouped_mm",
         "_scaled_grouped_mm_v2",
+        "_foreach_mm",
+        "_cslt_sparse_mm",
+        "_sparse_semi_structured_mm",
+        "_sparse_semi_structured_addmm",
     )
 )
 _ATTENTION = frozenset(
