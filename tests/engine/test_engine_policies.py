@@ -103,6 +103,7 @@ KEEPS = {
     ~~policies.keep_random(): DRAWS,
     policies.keep(MM) | policies.keep_matmuls(every=2): (MM, BMM),
     policies.keep(MM, ADDMM) & policies.keep_matmuls(every=2): (MM,),
+    policies.keep(ADDMM, BMM) & policies.keep_matmuls(every=2): (BMM,),
     ~policies.keep_matmuls(every=2) & policies.keep_matmuls(): (ADDMM,),
 }
 
