@@ -150,6 +150,20 @@ def test_gradients_with_any_policy(same_grads, region, policy):
     same_grads(program, policy_fn=policy)
 
 
+@pytest.mark.parametrize("policy", KEEPS, ids=repr)
+def test_gradients_with_a_policy_around_a_region(same_grads, policy):
+    """Rules 1 and 16: what a SAVE region ran in forward is in no replay, and is counted in forward only."""
+
+    def program(call):
+        x, w = matrices()
+        out = call(lambda x, w: chain(2)(regrow.save_region(chain(3), chain(1)(x, w), w), w), x, w)
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+        return out.detach(), x.grad, w.grad
+
+    same_grads(program, policy_fn=policy)
+
+
 def growing(x):
     """Products whose results have 1, 2, 3, 4, 5 columns."""
     for columns in range(1, 6):
