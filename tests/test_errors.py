@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 from collections import OrderedDict
@@ -283,6 +284,11 @@ def torch_stages() -> Any:
     return make_schedule(PipelineStage)
 
 
+def unpickle_a_policy_with_an_unknown_operator() -> None:
+    pickled = pickle.dumps(regrow.policies.keep(torch.ops.aten.mm.default))
+    pickle.loads(pickled.replace(b"aten.mm.default", b"aten.zz.default"))
+
+
 def own_forward() -> None:
     module = nn.ReLU()
     module.forward = torch.sin
@@ -342,6 +348,11 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "determinism_check must be one of": call(determinism_check="strict"),
     "policy_fn returned": call(policy_fn=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD),
     "is no OpOverload": lambda: regrow.create_selective_checkpoint_contexts([torch.ops.aten.mm]),
+    "keep() needs at least one": regrow.policies.keep,
+    "cannot be kept: an operator": lambda: regrow.policies.keep(torch.ops.aten.view.default),
+    "every must be a whole number": lambda: regrow.policies.keep_matmuls(every=0),
+    "counts the operators of one call": lambda: regrow.policies.keep_matmuls(every=2)(None, torch.ops.aten.mm.default),
+    "which this process does not know": unpickle_a_policy_with_an_unknown_operator,
     "must be a function or a list of operators": lambda: regrow.create_selective_checkpoint_contexts(3),
     "suppressed an exception": raise_under_a_swallowing_context,
     "was initialised inside the checkpointed function": wake_a_device,

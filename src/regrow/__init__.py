@@ -25,6 +25,7 @@ _HOMES = {
     "clear_recompute_session": "regrow.scheduling",
     "create_selective_checkpoint_contexts": "regrow._core.selective",
     "is_recomputing": "regrow._core.replaying",
+    "policies": "regrow.policies",
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
@@ -39,7 +40,8 @@ def __getattr__(name):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'regrow' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(home), name)
+    module = import_module(home)
+    found = globals()[name] = module if home == f"{__name__}.{name}" else getattr(module, name)
     return found
 
 

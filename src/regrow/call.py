@@ -77,9 +77,9 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         use_reentrant: False for this engine. True is the reentrant engine, which this version does not have.
         preserve_rng_state: replays draw the random numbers of forward, and leave the caller's generators untouched.
         context_fn: returns two context managers, for forward and for replays.
-        policy_fn: selective checkpointing, ``policy_fn(ctx, op, *args, **kwargs)`` that returns a
-            ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result. Composes with
-            ``context_fn``: contexts are entered in that order and left in reverse.
+        policy_fn: selective checkpointing: a value of `regrow.policies`, or ``policy_fn(ctx, op, *args, **kwargs)``
+            that returns a ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result.
+            Composes with ``context_fn``: contexts are entered in that order and left in reverse.
         determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
             "none" only the number.
         debug: keep the operators of both runs, and say in the error of a mismatch where they part. It finds no
