@@ -154,6 +154,15 @@ def region_foreign_contexts(label: str, region: str) -> str:
     )
 
 
+def sharded(label: str) -> str:
+    """The sentence for a prefire that finds shards where forward had whole parameters. Logged, not raised."""
+    return (
+        f"{label}: not replayed ahead of backward, since its parameters are sharded until backward gathers them; it is "
+        "replayed when backward asks. Checkpoint around the sharded module rather than inside it, or shard with "
+        "reshard_after_forward=False."
+    )
+
+
 def waited(label: str, seconds: float) -> str:
     """The sentence for a replay whose modules another thread's replay does not give back."""
     return (

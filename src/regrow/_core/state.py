@@ -80,6 +80,12 @@ class State:
         """The generators that a replay rewinds."""
         return [generator for generator, _ in self._generators]
 
+    def is_sharded(self) -> bool:
+        """Whether shards stand where forward had whole parameters: a replay cannot run until they are gathered."""
+        here = _parameters(self._modules)
+        then = set(map(id, self._parameters))
+        return any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self.buffers.after_forward()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow._core import compat, replaying
+from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Owner
@@ -95,7 +96,11 @@ class HooksFrame(Frame):
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
-        if session not in self.replays and slots.live_count(self.saved):
+        if session in self.replays or not slots.live_count(self.saved):
+            return
+        if self.state is not None and self.state.is_sharded():
+            say_sharded(self.label)
+        else:
             replay = self.run(session, scheduled=True)
             if replay.state is State.RELEASED:  # the function cleared the session
                 slots.drop(self.saved, session)
