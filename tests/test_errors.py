@@ -377,7 +377,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "for a replay on another thread": wait_for_a_thread_that_waits,
     "backward through its own output": run_into_itself,
     "save_output must be True or False": lambda: regrow.checkpoint_exclude_wrapper(torch.sin, save_output=1),
-    "wrote in place into": region(lambda t: save(torch.Tensor.exp_, t.sin())),
+    "wrote into": region(lambda t: save(torch.Tensor.exp_, t.sin())),
     "was changed in place after the region": region(lambda t: save(torch.sin, t.sin()).mul_(2).exp()),
     "a tensor that a SAVE region kept was changed": overwrite_a_weight_of_a_region,
     "and the function went on": region(go_on_after_an_error),

@@ -77,8 +77,8 @@ def misused_placeholder(region: str, operator: str) -> str:
 def region_wrote(label: str, region: str, names: list[str]) -> str:
     """The sentence for a SAVE region that writes into what it is given."""
     return (
-        f"{label}: SAVE region {region} wrote in place into {', '.join(names)}. A replay does not run the region, so "
-        "what comes after it would see the old values. Return the new values, or leave the write outside the region."
+        f"{label}: SAVE region {region} wrote into {', '.join(names)}. A replay does not run the region, so what comes "
+        "after it would see the old values. Return the new values, or leave the write outside the region."
     )
 
 
@@ -122,11 +122,11 @@ def region_input_differs(label: str, region: str, name: str, forward: str, repla
     )
 
 
-def region_hides(region: str, kind: str, names: list[str]) -> str:
+def region_hides(region: str, kind: str, what: str) -> str:
     """The sentence for a region that returns tensors where they cannot be seen."""
     return (
-        f"SAVE region {region} returns a {kind} with tensors in {', '.join(names)}, which cannot be taken apart "
-        "to keep them. Return a tuple or a dict, or register the class with torch.utils.pytree."
+        f"SAVE region {region} returns a {kind} ({what}), which cannot be taken apart to be kept for the replay. "
+        "Return a tuple or a dict, or register the class with torch.utils.pytree."
     )
 
 

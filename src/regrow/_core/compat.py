@@ -373,6 +373,14 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
+def takes_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient goes on from a tensor. A view made under ``no_grad`` says that it needs one, and takes none.
+
+    Deleted by a view that says so.
+    """
+    return tensor.grad_fn is not None or (tensor.requires_grad and not tensor._is_view())
+
+
 def is_ragged(size: object) -> bool:
     """Whether a size is the symbolic length of a jagged tensor. Deleted by a public query."""
     return isinstance(size, torch.SymInt) and bool(size.node.is_nested_int())

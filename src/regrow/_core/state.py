@@ -80,6 +80,14 @@ class State:
         """The generators that a replay rewinds."""
         return [generator for generator, _ in self._generators]
 
+    def modes(self) -> list[bool]:
+        """Whether each module it reaches trains."""
+        return list(map(_training, self._modules))
+
+    def set_modes(self, modes: list[bool]) -> None:
+        """For the time of a replay; it puts back what was there."""
+        _set_modes(self._modules, modes)
+
     def is_sharded(self) -> bool:
         """Whether shards stand where forward had whole parameters: a replay cannot run until they are gathered."""
         here = _parameters(self._modules)
