@@ -292,7 +292,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "function is missing": lambda: regrow.checkpoint(x=1),
     "function must be": lambda: regrow.checkpoint(3, leaf()),
     "use_reentrant must be True or False": call(use_reentrant=None),
-    "has no reentrant engine": call(use_reentrant=True),
+    "not with use_reentrant=True": call(use_reentrant=True, debug=True),
     "preserve_rng_state must be True or False": call(preserve_rng_state=1),
     "debug must be True or False": call(debug="yes"),
     "early_stop must be True or False": call(early_stop=1),

@@ -12,6 +12,7 @@ _HOMES = {
     "FrameBusyError": "regrow._core.faults",
     "Handle": "regrow._core.frame",
     "InputChangedError": "regrow._core.faults",
+    "ReentrantHandle": "regrow._core.scope",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
     "StateChangedError": "regrow._core.faults",
@@ -25,6 +26,7 @@ _HOMES = {
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
+    "reentrant_checkpoint_scope": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
 }
 

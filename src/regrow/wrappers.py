@@ -21,6 +21,7 @@ import torch.fx
 from torch import nn
 
 from regrow import arguments
+from regrow._engines.function.replay import ReentrantOptions
 from regrow._engines.hooks.replay import Options
 from regrow.call import OPTION_NAMES, check_options, label_of, run
 
@@ -141,12 +142,14 @@ def _new_subclass(base: Any) -> Any:
     return type(f"Checkpointed{base.__name__}", (_Checkpointed, base), fields)
 
 
-def _rebuilt(rebuild: Callable[..., nn.Module], args: tuple[Any, ...], options: Options, label: str) -> nn.Module:
+def _rebuilt(
+    rebuild: Callable[..., nn.Module], args: tuple[Any, ...], options: Options | ReentrantOptions, label: str
+) -> nn.Module:
     """A wrapped module from what its own class says of how it is copied and pickled."""
     return _wrap(rebuild(*args), options, label)
 
 
-def _wrap(module: nn.Module, options: Options, label: str) -> nn.Module:
+def _wrap(module: nn.Module, options: Options | ReentrantOptions, label: str) -> nn.Module:
     cls: Any = type(module)
     module.__dict__[_OPTIONS] = options
     module.__dict__[_LABEL] = label
@@ -176,7 +179,7 @@ def _check_free(module: nn.Module, name: str) -> None:
         )
 
 
-def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
+def _checked(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
     unknown = sorted(set(checkpoint_kwargs) - {"use_reentrant", *OPTION_NAMES})
     if unknown:
         allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
@@ -184,7 +187,7 @@ def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
     return check_options(**checkpoint_kwargs)
 
 
-def _wrapped_function(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _wrapped_function(function: Callable[..., Any], options: Options | ReentrantOptions) -> Callable[..., Any]:
     label = label_of(function)
 
     @wraps(function)

@@ -252,6 +252,15 @@ def is_python_function(node: Any) -> bool:
     return isinstance(node, _PythonNode)
 
 
+def sequence_number(node: Any) -> int:
+    """When a node was made, among those of its thread: a smaller number than another graph's is none of its nodes.
+
+    Deleted by a public way to tell where a graph begins.
+    """
+    number: int = node._sequence_nr()
+    return number
+
+
 def is_accumulator(node: Any) -> bool:
     """Whether a node is where a leaf's gradient is accumulated. Deleted by a public class of such nodes."""
     return isinstance(node, _Accumulator)

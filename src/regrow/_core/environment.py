@@ -6,8 +6,8 @@ call, on the path that a checkpoint is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,12 @@ class Environment:
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 
+    @property
+    def casts(self) -> bool:
+        """Whether autocast was on and kept what it had cast."""
+        cpu, _, cache, *_ = self.surroundings
+        return cache and (cpu or any(enabled for _, enabled, _ in self.device_autocast))
+
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):
@@ -88,6 +94,11 @@ class Restored:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+
+    @property
+    def entered(self) -> bool:
+        """Whether something beside RNG and grad mode was not as forward had it, and is now."""
+        return self._stack is not None
 
     def __enter__(self) -> None:
         environment = self._environment
@@ -147,6 +158,19 @@ def _enter_autocast(stack: ExitStack, environment: Environment) -> None:
         stack.callback(torch.clear_autocast_cache)
     for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Autocast casts anew: what it casts inside is not found outside, nor the other way round."""
+    if not (torch.is_autocast_cache_enabled() and compat.inside_autocast()):
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 def _device_states(wanted: Iterable[torch.device]) -> DeviceStates:

@@ -26,6 +26,7 @@ class Inputs:
     """
 
     _changed: tuple[list[str], list[str]] | None = None
+    _changed_with_grad = False
     # Set under hooks: what they made of each tensor, and which tensors of the call are held as they are.
     _saved: list[Any] | None = None
     _places: Sequence[int] = ()
@@ -49,8 +50,45 @@ class Inputs:
         if compat.versions_of(self._held) != self._versions:
             self._note_change()
 
+    @property
+    def need_grad(self) -> bool:
+        """Whether one of them needs a gradient."""
+        return True in self._requires_grad
+
+    @property
+    def changed_with_grad(self) -> bool:
+        """Whether one that needs a gradient was changed in place."""
+        return self._changed_with_grad
+
+    @property
+    def changes(self) -> tuple[list[str], list[str]]:
+        """What was changed in place, and how; nothing if nothing was."""
+        return self._changed or ([], [])
+
     def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
+        return self._template.fill(self._tensors(label))
+
+    def as_leaves(self, label: str) -> tuple[list[torch.Tensor | None], list[Any], dict[str, Any]]:
+        """Arguments whose tensors are leaves of a new graph where they need a gradient, and these leaves by place.
+
+        A tensor that is passed twice is one leaf; it stands at the first of its places.
+        """
+        tensors = self._tensors(label)
+        leaves: list[torch.Tensor | None] = [None] * len(tensors)
+        filled: list[Any] = list(tensors)
+        known: dict[int, torch.Tensor] = {}
+        for index, needs in enumerate(self._requires_grad):
+            if needs:
+                leaf = known.get(id(tensors[index]))
+                if leaf is None:
+                    leaf = tensors[index].detach().requires_grad_()
+                    known[id(tensors[index])] = leaves[index] = leaf
+                filled[index] = leaf
+        args, kwargs = self._template.fill(filled)
+        return leaves, args, kwargs
+
+    def _tensors(self, label: str) -> list[Any]:
         if self._changed is None and compat.versions_of(self._held) != self._versions:
             self._note_change()
         if self._changed is not None:
@@ -59,7 +97,7 @@ class Inputs:
         if list(map(_requires_grad, tensors)) != self._requires_grad:
             # Frozen or thawed since: the graph of forward does not change, so the replay records what forward did.
             tensors = list(map(_with_requires_grad, tensors, self._requires_grad))
-        return self._template.fill(tensors)
+        return tensors
 
     def _save_through_hooks(self, tensors: list[torch.Tensor]) -> None:
         through = [compat.save_tensor(tensor) for tensor in tensors]
@@ -76,6 +114,7 @@ class Inputs:
         moved = [index for index in range(len(now)) if now[index] != then[index]]
         details = [f"version {then[index]} before forward, {now[index]} now" for index in moved]
         self._changed = [names[places[index]] for index in moved], details
+        self._changed_with_grad = any(self._requires_grad[places[index]] for index in moved)
         self._held, self._versions, self._saved = [], [], None
 
 

@@ -18,12 +18,14 @@ class Here:
         reading: the replay that is bringing its inputs back, perhaps out of a call around it.
         forward: the innermost checkpointed call whose forward runs.
         plain: calls are plain ones here, and leave no frame.
+        reentrant: a call of the reentrant engine runs its function, in forward or in a replay.
     """
 
     replay: Replay | None = None
     reading: Replay | None = None
     forward: Any = None
     plain: bool = False
+    reentrant: bool = False
 
 
 class _Thread(threading.local):

@@ -75,6 +75,11 @@ class State:
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
         self.own: set[int] = set()
 
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a parameter or a captured tensor needs a gradient."""
+        return True in self._requires_grad or any(needs for _, _, needs in self._captured)
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self._buffers.after_forward()
