@@ -142,6 +142,23 @@ def shared_under_ddp(label: str, name: str) -> str:
     )
 
 
+def leaked_graph(label: str, where: str) -> str:
+    """The sentence for a tensor with a graph that is left elsewhere than in the output."""
+    return (
+        f"{label}: leaves a tensor that needs a gradient in {where}. With use_reentrant=True forward has no graph, so "
+        "whoever uses that tensor gets no gradient through it. Return it, or store it detached, or leave use_reentrant "
+        "at False."
+    )
+
+
+def buffer_with_grad(label: str, name: str) -> str:
+    """The sentence for a buffer that needs a gradient."""
+    return (
+        f"{label}: reaches the buffer {name}, which needs a gradient. With use_reentrant=True a replay runs on copies "
+        "of buffers, so it would get none. Make it a parameter, or leave use_reentrant at False."
+    )
+
+
 def second_order(label: str) -> str:
     """The sentence for a backward that records itself, or is batched."""
     return (

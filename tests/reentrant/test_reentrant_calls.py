@@ -574,3 +574,57 @@ def test_while_torch_traces_it_is_torchs_checkpoint():
     want = program(lambda f: f)
     torch.manual_seed(SEED)
     torch.testing.assert_close(program(partial(torch.compile, fullgraph=True, backend="aot_eager")), want)
+
+
+class Stateful(nn.Module):
+    """Leaves a tensor with a graph where the next call, or the loss, would use it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("state", torch.zeros(3))
+        self.note = Unknown(None)
+
+    def forward(self, x, cache):
+        h = self.layer(x)
+        if self.kind == "buffer":
+            self.state = h
+        elif self.kind == "attribute":
+            self.balance = h.square().sum()
+        elif self.kind == "list":
+            cache.append(h)
+        return h.sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("buffer", "Stateful.state"), ("attribute", "Stateful.balance"), ("list", "an argument")],
+)
+def test_a_graph_that_is_left_elsewhere_than_in_the_output_is_refused(kind, says):
+    """Rule 28: forward had none there, so a gradient through it is missing, and nothing else would notice."""
+    module = Stateful(kind)
+    out = call(module, leaf(3), [])
+    with pytest.raises(CheckpointError, match=f"needs a gradient in {says}.*store it detached"):
+        out.sum().backward()
+    assert module.layer.weight.grad is None
+
+
+def test_weights_that_a_hook_computes_are_no_such_graph():
+    """Rule 28: old-style spectral norm leaves its weight as an attribute, and computes it anew each time."""
+
+    def program(run):
+        layer = nn.utils.spectral_norm(nn.Linear(3, 3))
+        x = leaf(2, 3)
+        run(lambda t: layer(t).sin(), x).sum().backward()
+        return x.grad, layer.weight_orig.grad, layer.weight_u
+
+    both(program)
+
+
+def test_a_buffer_that_needs_a_gradient_is_refused():
+    """Rule 28: a replay runs on a copy of it."""
+    layer = nn.Linear(3, 3)
+    layer.register_buffer("scale", leaf(3))
+    with pytest.raises(ValueError, match=r"buffer Linear.scale.*Make it a parameter"):
+        call(layer, leaf(3))

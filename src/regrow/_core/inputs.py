@@ -10,7 +10,7 @@ import torch
 
 from regrow._core import compat
 from regrow._core.faults import InputChangedError
-from regrow._core.trees import Template, sharing_memory
+from regrow._core.trees import TENSORS_ONLY, Template, sharing_memory
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -54,6 +54,16 @@ class Inputs:
     def need_grad(self) -> bool:
         """Whether one of them needs a gradient."""
         return True in self._requires_grad
+
+    @property
+    def opaque(self) -> tuple[Any, ...]:
+        """What is neither a tensor nor a known container nor a number or text."""
+        return self._template.opaque
+
+    @property
+    def contained(self) -> bool:
+        """Whether anything but tensors was given, so that the function may have left something in it."""
+        return self._template is not TENSORS_ONLY
 
     @property
     def changed_with_grad(self) -> bool:

@@ -80,6 +80,11 @@ class State:
         """Whether a parameter or a captured tensor needs a gradient."""
         return True in self._requires_grad or any(needs for _, _, needs in self._captured)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules it reaches, those inside them included."""
+        return self._modules
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self._buffers.after_forward()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import collect, compat, replaying, scope, session, trees
+from regrow._core import collect, compat, leaks, replaying, scope, session, trees
 from regrow._core.closures import cells_of
 from regrow._core.environment import Environment, uncached
 from regrow._core.faults import InputChangedError
@@ -73,6 +73,9 @@ def _look_around(frame: ReentrantFrame, opaque: tuple[Any, ...]) -> None:
         if reached.tensors:
             _refuse_captured_graph(frame.label, reached)
         frame.state = State(reached, opaque)
+        buffer = leaks.with_grad(frame.state.modules)
+        if buffer is not None:
+            raise ValueError(errors.buffer_with_grad(frame.label, buffer))
 
 
 def _refuse_captured_graph(label: str, reached: Reach) -> None:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from regrow import errors
-from regrow._core import compat, replaying, trees
+from regrow._core import compat, leaks, replaying, trees
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored, uncached
+from regrow._core.faults import CheckpointError
 from regrow._core.frame import Owner
 from regrow._core.inputs import Inputs
 from regrow._core.lifecycle import Reason, Replay, State
@@ -136,7 +137,7 @@ class ReentrantFrame(SplitFrame):
             graph = self._run(replay, slots, finish)
         except BaseException:
             self.release(owner, Reason.FAILED)
-            replay.refusal = None
+            replay.refusal = None  # as in `once`
             raise
         if replay.state is State.RUNNING:  # else the function cleared the session: the graph serves this once
             replay.advance(State.HELD)
@@ -146,7 +147,10 @@ class ReentrantFrame(SplitFrame):
     def once(self) -> tuple[list[torch.Tensor], Leaves]:
         """Replay for one backward that takes everything with it."""
         replay = Replay(self.label, OWN, scheduled=False, outer=replaying.thread.here.replay or self.outer)
-        return self._run(replay, None, _as_they_are)
+        try:
+            return self._run(replay, None, _as_they_are)
+        finally:
+            replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
 
     def _run(
         self, replay: Replay, slots: Slots | None, finish: Callable[[list[torch.Tensor], Leaves], Result]
@@ -176,6 +180,8 @@ class ReentrantFrame(SplitFrame):
                 here.replay, here.reading, here.reentrant = around, reading, reentrant
             if replay.refusal is not None:
                 raise replay.refusal
+            if self.inputs.contained and leaks.in_arguments(args, kwargs, self.inputs.opaque):
+                raise CheckpointError(errors.leaked_graph(self.label, "an argument"), label=self.label)
             return finish([output] if type(output) is torch.Tensor else trees.tensors_in(output), leaves)
 
     def release(self, owner: Owner, reason: Reason) -> None:
@@ -247,7 +253,11 @@ class ReentrantFrame(SplitFrame):
                 stack.enter_context(_watching(watch, slots or Slots(self.label)))
             elif slots is not None:
                 stack.enter_context(_saving(slots.pack, slots))
-            return function(*args, **kwargs)
+            output = function(*args, **kwargs)
+            left = None if self.state is None else leaks.in_modules(self.state.modules)
+            if left is not None:
+                raise CheckpointError(errors.leaked_graph(self.label, left), label=self.label)
+            return output
 
 
 def _as_they_are(outputs: list[torch.Tensor], leaves: Leaves) -> tuple[list[torch.Tensor], Leaves]:
