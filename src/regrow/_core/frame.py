@@ -37,11 +37,13 @@ class Frame(ABC):
         replays: what was replayed, by owner.
         lock: held while the call is replayed, never together with the control lock.
         inner: the calls that forward of this one made, weakly, in order; None if it made none.
+        learns: whether what dw reads must be learned by `watch`; else `trim` knows by itself.
     """
 
     # On the class, and set only where it differs: a call pays for each field of its own.
     bound: Session | None = None
     inner: list[weakref.ref[Frame]] | None = None
+    learns: bool = True
 
     def __init__(self, label: str) -> None:
         self.label = label

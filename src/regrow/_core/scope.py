@@ -38,6 +38,7 @@ class SplitFrame(Frame):
         trigger: what the second half names among its targets.
     """
 
+    learns = False
     split: bool = False
     phase: Phase | None = None
     released: bool = False

@@ -153,8 +153,8 @@ class Graph:
         if self._split is not None:
             return _grads(self._roots, inputs, grads)
         split = self._cut(inputs)
-        self._slots.watch()
-        found = split.dx(grads)
+        with self._slots.noting(split.joints):
+            found = split.dx(grads)
         self._split = split
         self._found = [grad if want and keep else None for grad, want in zip(found, wanted, strict=True)]
         if compare:
@@ -174,7 +174,7 @@ class Graph:
         """Let go of what dx read and dw will not."""
         if self._split is not None:
             self.trimmed = True
-            self._slots.let_go(self._split.joints)
+            self._slots.let_go()
 
     def held_bytes(self) -> dict[int, int]:
         """Bytes of what the graph saved, by storage."""

@@ -5,7 +5,8 @@ A node of the replay owns its slot, a slot owns its value. Whoever wants to empt
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -36,16 +37,16 @@ class Slot:
 class Slots:
     """The slots of one replay.
 
-    Memory: weak; what backward read is noted until the next `let_go`.
+    Memory: weak. The nodes of the replay hold this, by their hooks, so it must hold no node when a pass is over.
     """
 
-    __slots__ = ("_all", "_label", "_readers", "_watching")
+    __slots__ = ("_all", "_label", "_needed", "_spent")
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._all: list[ref[Slot]] = []
-        self._watching = False
-        self._readers: list[tuple[Any, ref[Slot]]] = []
+        self._needed: Container[Any] | None = None
+        self._spent: list[ref[Slot]] = []
 
     def pack(self, tensor: torch.Tensor) -> Slot:
         """A node saves a tensor."""
@@ -59,21 +60,25 @@ class Slots:
         assert value is not None, "a half of backward reads what the other half let go"
         if compat.version_of(value) != slot.version:
             raise ValueChangedError(self._label, slot.index)
-        if self._watching:
-            self._readers.append((_compat.running_node(), ref(slot)))
+        if self._needed is not None and _compat.running_node() not in self._needed:
+            self._spent.append(ref(slot))
         return value
 
-    def watch(self) -> None:
-        """Note from now on which node reads what."""
-        self._watching = True
+    @contextmanager
+    def noting(self, needed: Container[Any]) -> Iterator[None]:
+        """Note inside what is read by other nodes than those that are needed again."""
+        self._needed = needed
+        try:
+            yield
+        finally:
+            self._needed = None
 
-    def let_go(self, needed: Collection[Any]) -> None:
-        """Let go of what was read since `watch`, except by the nodes that are needed again."""
-        self._watching = False
-        readers, self._readers = self._readers, []
-        for node, place in readers:
+    def let_go(self) -> None:
+        """Let go of what was noted."""
+        spent, self._spent = self._spent, []
+        for place in spent:
             slot = place()
-            if slot is not None and node not in needed:
+            if slot is not None:
                 slot.value = None
 
     def held_bytes(self) -> dict[int, int]:
