@@ -34,7 +34,11 @@ def leaves(*shapes):
 
 
 def grads_of(out, *inputs):
-    return torch.autograd.grad(out.sum(), inputs, allow_unused=True)
+    """Gradients of a whole backward, which every engine takes."""
+    for tensor in inputs:
+        tensor.grad = None
+    out.sum().backward()
+    return tuple(tensor.grad for tensor in inputs)
 
 
 def attend(q, k, v):
@@ -88,6 +92,7 @@ def test_a_region_runs_once_and_the_rest_twice(engine, same):
     same([x.grad, *[p.grad for p in mine.parameters()]], [y.grad, *[p.grad for p in plain.parameters()]])
 
 
+@pytest.mark.only("hooks", because="the other engine gives gradients of parameters by accumulation")
 @pytest.mark.parametrize("prefired", [False, True])
 def test_a_region_in_a_session(engine, prefired, same):
     """Rule 28: prefire goes around it, dx and dw share the replay, and clear leaves it what it keeps."""
@@ -115,6 +120,7 @@ def test_a_region_in_a_session(engine, prefired, same):
         same(list(again), list(want))
 
 
+@pytest.mark.only("hooks", because="the other engine gives gradients of parameters by accumulation")
 def test_one_session_after_another(engine, same):
     """Rule 28: any number of sessions and backwards read one region."""
     mine, plain = two_of()
@@ -137,6 +143,7 @@ def test_one_session_after_another(engine, same):
         torch.autograd.grad(out, x)
 
 
+@pytest.mark.only("hooks", because="the other engine lets a call go whose backward failed")
 def test_a_replay_that_raised_leaves_the_region_whole(engine, same):
     """Rule 28: after a failed replay another backward finds what the region keeps."""
     mine, plain = two_of()
@@ -159,6 +166,7 @@ def test_a_replay_that_raised_leaves_the_region_whole(engine, same):
     assert mine.attended == 1
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole first-order backwards")
 def test_partial_and_second_order_backwards(same_grads):
     """Rule 28: partial gradients, and gradients of gradients, go through a region."""
 
@@ -173,6 +181,7 @@ def test_partial_and_second_order_backwards(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_a_region_on_a_foreign_thread(engine, same):
     """Rule 28: backward on a thread without the caller's context goes around the region, too."""
     from tests.conftest import run_on_thread
@@ -209,6 +218,7 @@ def test_regions_inside_regions_run_once(engine, counted, same):
     same(got, grads_of(x.tanh().exp().sin().cos().sin(), x))
 
 
+@pytest.mark.only("hooks", because="the other engine replays whole functions")
 def test_early_stop_at_a_region(engine, counted):
     """Rule 28: a region that saves last ends the replay where it stands."""
     after = counted(lambda t: t + 1)
@@ -423,6 +433,9 @@ def test_a_router_without_gradient(engine, counted):
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.only(
+    "hooks", because="the other engine adds up the gradients of a weight in and outside a region in float32"
+)
 def test_under_autocast(same_grads):
     """Rule 28: a region under autocast, and a replay outside it."""
 
@@ -519,6 +532,7 @@ def test_a_generator_of_the_users(same_grads):
 # Nesting.
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_in_a_checkpoint_inside_a_checkpoint(engine, counted, same):
     """Rule 28: no replay of either call runs the region; the rest runs as without it."""
     body = counted(lambda t: F.dropout(t.exp(), 0.3))
@@ -533,6 +547,7 @@ def test_in_a_checkpoint_inside_a_checkpoint(engine, counted, same):
     same(got, grads_of(plain(x), x))
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_checkpoint_inside_a_region(engine, counted, same):
     """Rule 28: a checkpoint inside a region is replayed by itself, and the region still runs once."""
     inner = counted(lambda t: t.exp().sin())
@@ -544,6 +559,7 @@ def test_a_checkpoint_inside_a_region(engine, counted, same):
     same(got, grads_of((x.sin() * 2).exp().sin().cos().exp(), x))
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_backward_inside_a_region(engine, counted, same):
     """Rule 28: a gradient taken inside a region is part of it."""
 
@@ -559,6 +575,7 @@ def test_a_backward_inside_a_region(engine, counted, same):
     same(got, grads_of((y.cos() * y).sin(), x))
 
 
+@pytest.mark.only("hooks", because="the other engine takes no policy")
 def test_with_a_policy_and_with_debug(same_grads):
     """Rule 28: a selective policy and the operator log see nothing of a region."""
 
@@ -599,6 +616,7 @@ def test_the_border_pins_nothing_that_a_replay_makes(engine, track, gc_off):
     assert (inputs.seen, inputs.alive, outputs.alive) == (2, 0, 0)
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_everything_goes_with_the_graph(engine, track, gc_off):
     """Rule 29: a dropped graph frees what regions keep, also when it was replayed for a session."""
     w = torch.randn(4, 4, requires_grad=True)
@@ -621,6 +639,7 @@ def test_everything_goes_with_the_graph(engine, track, gc_off):
         assert track.alive == 0, fate
 
 
+@pytest.mark.only("hooks", because="it counts what slots hold")
 def test_clear_drops_what_was_brought_back_and_no_more(engine, track, gc_off):
     """Rule 28: what a region keeps lives until the graph dies; what was rebound for a session ends with it."""
     outputs = type(track)()
@@ -699,6 +718,7 @@ def test_a_region_that_writes_into_its_input(engine):
         engine.checkpoint(lambda t: save_region(lambda a, state: a * state.add_(1), t.sin(), state=t.exp()).cos(), x)
 
 
+@pytest.mark.only("hooks", because="the other engine needs every output")
 def test_an_output_that_is_overwritten(engine):
     """Rule 30: refused in forward where a replay needs it, and let pass where none does."""
     x = torch.randn(4, requires_grad=True)
@@ -782,6 +802,7 @@ def test_a_replay_with_one_region_more(engine):
         out.sum().backward()
 
 
+@pytest.mark.only("hooks", because="the other engine knows no place among saved tensors")
 @pytest.mark.parametrize(("other", "message"), CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_replay_that_goes_another_way(engine, other, message, early_stop):
@@ -850,6 +871,7 @@ def test_an_error_inside_that_is_caught(engine):
         engine.checkpoint(block, torch.randn(4, requires_grad=True))
 
 
+@pytest.mark.only("hooks", because="forward of the other engine has no graph")
 def test_a_gradient_through_a_region_inside_the_function(engine):
     """Rule 30: a replay has no way through a region, and says so."""
 
@@ -870,6 +892,7 @@ def test_a_region_under_a_transform(engine):
         engine.checkpoint(lambda t: torch.vmap(lambda row: save_region(torch.sin, row))(t.exp()), x)
 
 
+@pytest.mark.only("hooks", because="the other engine takes no contexts")
 def test_a_region_under_torchs_selective_contexts(engine):
     """Rule 30: torch's contexts count operators in both runs, so they are refused."""
     contexts = lambda: torch_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)  # noqa: E731
@@ -913,6 +936,7 @@ class Model(nn.Module):
         return self.second(self.first(x).tanh()).sin()
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_a_module_as_a_region(engine, same):
     """Rule 28: a region is the whole call of a module: its hooks run once; names and copies are the module's."""
     plain = Model()
@@ -941,6 +965,7 @@ def test_a_module_is_wrapped_once():
         checkpoint_exclude_wrapper(checkpoint_exclude_wrapper(nn.ReLU()))
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_batch_norm_in_a_region(engine, same):
     """Rule 28: statistics move once."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -1054,6 +1079,7 @@ def test_a_view_without_gradient_holds_nothing(engine, track, gc_off, way):
     assert track.alive == 0
 
 
+@pytest.mark.only("hooks", because="forward of the other engine has no graph")
 def test_gradients_made_under_no_grad(same_grads):
     """Rule 28: a region may record a graph where its caller records none."""
 
@@ -1076,6 +1102,7 @@ def test_gradients_made_under_no_grad(same_grads):
     same_grads(program, early_stop=False)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_policy_sees_nothing_of_regions_in_checkpoints_in_regions(same_grads):
     """Rule 28: whatever is inside a region is the region's."""
 
@@ -1090,6 +1117,7 @@ def test_a_policy_sees_nothing_of_regions_in_checkpoints_in_regions(same_grads):
     same_grads(program, policy_fn=lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default)
 
 
+@pytest.mark.only("hooks", because="the other engine takes no policy")
 def test_a_policy_sees_nothing_of_hooks_that_compute(same_grads):
     """Rule 28: operators that the user's hooks run for a region are the region's."""
 
@@ -1108,6 +1136,7 @@ MOVES = {
 }
 
 
+@pytest.mark.only("hooks", because="forward of the other engine has no grad mode to set")
 @pytest.mark.parametrize("name", MOVES)
 def test_what_a_region_writes_beside_its_arguments(engine, name):
     """Rule 30: a captured tensor, or the grad mode, is refused in forward."""
@@ -1234,6 +1263,7 @@ def test_outputs_that_share_memory_under_hooks_that_copy(engine):
         engine.checkpoint(block, torch.randn(4, requires_grad=True))
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_an_output_that_hooks_keep_and_the_replay_overwrites(engine, same):
     """Rule 30: the first backward is right, and a second one is refused rather than wrong."""
     x = torch.randn(4, requires_grad=True)
@@ -1261,6 +1291,7 @@ def test_a_leaf_that_a_region_makes_and_that_changes(engine):
         out.sum().backward()
 
 
+@pytest.mark.only("hooks", because="forward of the other engine has no graph")
 def test_a_detached_twin_of_an_input(engine, same):
     """Rule 29: an input that is passed through is that input, not another one with its memory."""
     x = torch.randn(4, requires_grad=True)
@@ -1274,6 +1305,7 @@ def test_a_detached_twin_of_an_input(engine, same):
     same(grads_of(engine.checkpoint(block, x * 1.0), x), grads_of(block(x * 1.0), x))
 
 
+@pytest.mark.only("hooks", because="the other engine runs whole backwards")
 def test_the_caller_writes_into_the_output_of_the_last_region(engine, same):
     """Rule 30: no replay needs it, so nothing is refused."""
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
@@ -1299,6 +1331,7 @@ def test_strides_that_hooks_do_not_keep(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_from_a_region_to_one_in_an_inner_checkpoint(engine, same):
     """Rule 29: an output that is not kept may go into a region of a checkpoint inside."""
     first = checkpoint_exclude_wrapper(torch.exp, save_output=False)
@@ -1324,6 +1357,7 @@ def test_a_placeholder_is_a_pattern(engine, same):
     same(grads_of(engine.checkpoint(block, x), x), grads_of((x.sin().exp() * 3).cos(), x))
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_checkpoint_inside_a_region_belongs_to_the_session(engine, counted, same):
     """Rules 15 and 28: with the outer call prefired, the inner one is replayed once for dx and dw."""
     inner = counted(lambda t, w: (t * w).exp().sin())

@@ -17,6 +17,7 @@ from regrow import errors
 from regrow._core import compat
 from regrow._core.borders import Border, Part
 from regrow._core.faults import RegionError
+from regrow._core.graft import Graft
 from regrow._core.kept import KeptTensor
 from regrow._core.placeholder import Placeholder, look_of
 
@@ -94,12 +95,8 @@ class Passed:
     def again(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same part of the replay's input; cut off from its graph where the region cut it off."""
         value = self.part.of(inputs)
-        if (
-            compat.takes_gradient(value) == self._flow.takes_gradient
-            and value.requires_grad == self._flow.requires_grad
-        ):
-            return value
-        return value.detach().requires_grad_() if self._flow.takes_gradient else self._flow.cut(value)
+        flow = _Flow(compat.takes_gradient(value), value.requires_grad)
+        return value if self._flow.takes_gradient or flow == self._flow else self._flow.cut(value)
 
 
 class Leaf:
@@ -125,10 +122,15 @@ class Dropped:
         self._region = region
         self._look = look_of(tensor)
         self._requires_grad = tensor.requires_grad
+        self.takes_gradient = compat.takes_gradient(tensor)
 
     def again(self, _: Sequence[torch.Tensor]) -> torch.Tensor:
         """What raises when it is read."""
         return Placeholder(self._region, self._look, self._requires_grad)
+
+    def read(self, *_: str) -> torch.Tensor:
+        """The same, to be the output of a node."""
+        return Placeholder(self._region, self._look)
 
 
 Output = Kept | Passed | Leaf | Dropped
@@ -147,15 +149,29 @@ def note(label: str, tensor: torch.Tensor, border: Border, hooks: compat.Hooks |
     return Dropped(label, tensor)
 
 
-def all_again(outputs: Sequence[Output], inputs: Sequence[torch.Tensor], label: str, region: str) -> list[torch.Tensor]:
+def grafted(outputs: Sequence[Output]) -> list[Kept | Dropped]:
+    """Those from which a gradient goes on into the region."""
+    return [output for output in outputs if isinstance(output, (Kept, Dropped)) and output.takes_gradient]
+
+
+def all_again(
+    outputs: Sequence[Output], inputs: list[torch.Tensor], graft: Graft | None, label: str, region: str
+) -> list[torch.Tensor]:
     """All outputs, for a replay of a call that brings these inputs.
 
     Args:
         outputs: what was noted of them.
         inputs: the tensors that the region is given.
+        graft: the region's own graph, if forward left none.
         label: the call that is replayed, for messages.
         region: the region, for messages.
     """
+    if graft is not None:
+        joined = grafted(outputs)
+        with torch.enable_grad():
+            made = graft.bridge([output.read(label, region) for output in joined], inputs) if joined else ()
+            values = dict(zip(map(id, joined), made, strict=True))
+            return [values[id(o)] if id(o) in values else _alone(o, inputs, label, region) for o in outputs]
     kept = [output for output in outputs if isinstance(output, Kept)]
     bridged = [output for output in kept if output.takes_gradient]
     values = {id(output): output.cut(label, region) for output in kept if not output.takes_gradient}
@@ -168,3 +184,7 @@ def all_again(outputs: Sequence[Output], inputs: Sequence[torch.Tensor], label: 
             found = _Bridge.apply((label, region), bridged, gate, *sources)  # type: ignore[no-untyped-call]
             values.update(zip(map(id, bridged), found, strict=True))
         return [values[id(output)] if isinstance(output, Kept) else output.again(inputs) for output in outputs]
+
+
+def _alone(output: Output, inputs: Sequence[torch.Tensor], label: str, region: str) -> torch.Tensor:
+    return output.cut(label, region) if isinstance(output, Kept) else output.again(inputs)

@@ -23,6 +23,7 @@ from regrow._core.borders import Border, Look, Part, look
 from regrow._core.captured import Captured
 from regrow._core.faults import PlaceholderError, RegionError, ValueChangedError
 from regrow._core.frame import Frame
+from regrow._core.graft import Graft
 from regrow._core.kept import KeptTensor
 from regrow._core.lifecycle import Replay
 from regrow._core.moves import Moves
@@ -38,11 +39,12 @@ class Region:
         made: storages that it made; a replay does not make those again. Weakly, but no other storage takes the place.
         failure: what it raised.
         strided: inputs of which its outputs are views.
+        graft: its own graph, where the call's forward leaves none.
 
     Memory: what it keeps belongs to the calls that reached it, and lives until their graphs die.
     """
 
-    __slots__ = ("_outputs", "_template", "failure", "label", "looks", "made", "strided")
+    __slots__ = ("_outputs", "_template", "failure", "graft", "label", "looks", "made", "strided")
 
     def __init__(self, label: str, looks: list[Look]) -> None:
         self.label = label
@@ -50,13 +52,14 @@ class Region:
         self.made: dict[int, StorageWeakRef] = {}
         self.failure: str | None = None
         self.strided: set[int] = set()
+        self.graft: Graft | None = None
         self._outputs: list[outputs.Output] = []
         self._template = trees.TENSORS_ONLY
 
     def keep(
         self, output: Any, border: Border, captured: Captured, hooks: compat.Hooks | None, *, save_output: bool
-    ) -> None:
-        """Note what it returned."""
+    ) -> Any:
+        """Note what it returned; give what the call goes on with."""
         tensors, template = trees.flatten((output,), {})
         for value in template.opaque:
             kind = hidden.tensors_in(value)
@@ -75,6 +78,12 @@ class Region:
         self._template = template
         passed = (made.part for made in self._outputs if isinstance(made, outputs.Passed))
         self.strided = {part.source for part in passed if part.view is not None}
+        if self.graft is None:
+            return output
+        roots = zip(tensors, self._outputs, strict=True)
+        joined = set(map(id, outputs.grafted(self._outputs)))
+        self.graft.close([tensor for tensor, made in roots if id(made) in joined])
+        return template.fill([tensor.detach() for tensor in tensors])[0][0]
 
     def intact(self) -> bool:
         """Whether what is kept of its outputs is still as it made them."""
@@ -82,7 +91,7 @@ class Region:
 
     def again(self, label: str, inputs: list[torch.Tensor]) -> Any:
         """What it returned, for a replay of a call that brings these inputs."""
-        tensors = outputs.all_again(self._outputs, inputs, label, self.label)
+        tensors = outputs.all_again(self._outputs, inputs, self.graft, label, self.label)
         args, _ = self._template.fill(tensors)
         return args[0]
 
@@ -129,7 +138,7 @@ class Walk:
 
     def __init__(self, frame: Frame, refilling: Refilling) -> None:
         self._label = frame.label
-        self._saved = frame.position()
+        self._goes_on = frame.goes_on
         self._entries = frame.regions or []
         self._refilling = refilling
         self._next = 0
@@ -156,7 +165,7 @@ class Walk:
                 raise PlaceholderError(value._region, f"SAVE region {label}")
             self._refilling.fill(value)
         self._refilling.stop_if_back()
-        _check_way_on(self._label, entry, self._saved)
+        _check_way_on(self._label, entry, self._goes_on)
         entry.moves.again()
         return entry
 
@@ -238,13 +247,13 @@ def check_after_forward(frame: Frame) -> None:
         RegionError: a region raised and the function went on, or an output of one was changed in place since.
     """
     for entry in frame.regions or ():
-        _check_way_on(frame.label, entry, frame.position())
+        _check_way_on(frame.label, entry, frame.goes_on)
 
 
-def _check_way_on(label: str, entry: Entry, n_saved: int) -> None:
-    """Refuse to go on from a region whose outputs are not what they were, if anything saved comes after it."""
+def _check_way_on(label: str, entry: Entry, goes_on: Callable[[int], bool]) -> None:
+    """Refuse to go on from a region whose outputs are not what they were, if a replay does go on."""
     region = entry.region
-    if n_saved == entry.end:
+    if not goes_on(entry.end):
         return
     if region.failure is not None:
         raise RegionError(errors.region_raised(label, region.label, region.failure), label=label, region=region.label)
@@ -276,10 +285,12 @@ class _Recording:
         self._args = args
         self._kwargs = kwargs
         self._refuse(label)
-        inputs, self._template = trees.flatten(args, kwargs)
+        self._inputs, self._template = trees.flatten(args, kwargs)
         made = frozenset(key for call in calls for entry in call.regions or () for key in entry.region.made)
-        self._border = Border(inputs, made)
+        self._border = Border(self._inputs, made)
         self._region = Region(label, self._border.looks())
+        if self._frame.silent:
+            self._region.graft = Graft(self._inputs, self._frame.is_constant)
         self._captured = Captured(function, self._template.opaque)
         self._parts: list[Part] = []
         self._grad = torch.is_grad_enabled()
@@ -301,7 +312,7 @@ class _Recording:
                 entry.moves.end()
             self._refuse_writes()
             hooks = self._hooks if self._frame.respects_hooks else None
-            self._region.keep(output, self._border, self._captured, hooks, save_output=save_output)
+            output = self._region.keep(output, self._border, self._captured, hooks, save_output=save_output)
         except BaseException as error:
             self._region.failure = type(error).__name__
             raise
@@ -310,12 +321,18 @@ class _Recording:
             for call, entry in zip(self._calls, entries, strict=True):
                 entry.end = call.position()
             self._border.close()
+            self._inputs = []
         return output
 
     def _call(self) -> Any:
+        graft = self._region.graft
         compat.push_hooks(*self._saving())
         try:
-            return self._function(*self._args, **self._kwargs)
+            if graft is None:
+                return self._function(*self._args, **self._kwargs)
+            with torch.enable_grad():
+                args, kwargs = self._template.fill(graft.behind_gate(self._inputs))
+                return self._function(*args, **kwargs)
         finally:
             compat.pop_hooks()
 

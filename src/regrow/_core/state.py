@@ -94,6 +94,16 @@ class State:
         then = set(map(id, self._parameters))
         return any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
 
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a parameter or a captured tensor needs a gradient."""
+        return True in self._requires_grad or any(needs for _, _, needs in self._captured)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules it reaches, those inside them included."""
+        return self._modules
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
         self.buffers.after_forward()
