@@ -348,6 +348,8 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "; it must return one of": lambda: step(attached(retention=lambda stage, microbatch: None, keep="never")),
     "; it must return True or False": lambda: step(attached(keep=lambda stage, microbatch: 1)),
     "stage must be one PipelineStage": no_stage,
+    "keep must be a number of at least 1": lambda: regrow.ledger(keep=0),
+    "loss must be a tensor with a graph": lambda: regrow.saved_tensors_report(torch.ones(2)),
     "n_microbatches must be": schedule_1f1b(0),
     "1F1B needs one stage per rank": schedule_1f1b(2, n_stages=2),
     "with find_unused_parameters=True": replicas_that_look_for_unused_parameters,

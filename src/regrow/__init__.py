@@ -22,10 +22,13 @@ _HOMES = {
     "clear_recompute_session": "regrow.scheduling",
     "create_selective_checkpoint_contexts": "regrow._core.selective",
     "is_recomputing": "regrow._core.replaying",
+    "ledger": "regrow.trace.ledger",
+    "memory_report": "regrow.trace.holdings",
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
+    "saved_tensors_report": "regrow.trace.graph",
 }
 
 __all__ = list(_HOMES)

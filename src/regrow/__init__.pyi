@@ -14,6 +14,9 @@ from regrow.scheduling import clear_recompute_session as clear_recompute_session
 from regrow.scheduling import recompute_handle as recompute_handle
 from regrow.scheduling import recompute_handle_collector_ctx as recompute_handle_collector_ctx
 from regrow.scheduling import recompute_session_ctx as recompute_session_ctx
+from regrow.trace.graph import saved_tensors_report as saved_tensors_report
+from regrow.trace.holdings import memory_report as memory_report
+from regrow.trace.ledger import ledger as ledger
 from regrow.wrappers import apply_checkpointing as apply_checkpointing
 from regrow.wrappers import checkpoint_wrapper as checkpoint_wrapper
 

@@ -328,6 +328,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+# Who keeps a storage alive, and which one it is. Deleted by a public count of users, and an identity.
+storage_users: Callable[[int], int] = _private(
+    "torch._C", "_storage_Use_Count", "reports count what a replay alone keeps alive"
+)
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
 NO_VERSION = -1
 
 

@@ -58,6 +58,11 @@ class Environment:
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of generators that are held."""
+        states = [state for _, state in self.device_rng]
+        return states if self.cpu_rng is None else [self.cpu_rng, *states]
+
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):

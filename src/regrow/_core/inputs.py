@@ -49,6 +49,10 @@ class Inputs:
         if compat.versions_of(self._held) != self._versions:
             self._note_change()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held as it was given; not what surrounding hooks took away."""
+        return self._held
+
     def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
         if self._changed is None and compat.versions_of(self._held) != self._versions:

@@ -49,6 +49,7 @@ class Replay:
         transforms: the level of torch.func transforms at which it runs.
         watch: keeps a weak reference to the end of a graph task alive.
         outer: the replay inside which this one runs, or inside which its call was made; None outside any.
+        record: what is told of it; None where nobody listened when it began.
     """
 
     # On the class, and set only where they come to differ.
@@ -57,6 +58,7 @@ class Replay:
     refusal: BaseException | None = None
     transforms = 0
     watch: object = None
+    record: Any = None
 
     def __init__(self, label: str, owner: Any, *, scheduled: bool, outer: Replay | None = None) -> None:
         self.label = label

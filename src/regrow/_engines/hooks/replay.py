@@ -7,15 +7,17 @@ HooksFrame is what one call leaves behind; `HooksFrame.run` makes one replay of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from regrow._core import compat, replaying
+import torch
+
+from regrow._core import compat, events, replaying, telling
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
-from regrow._core.frame import Frame, Owner
+from regrow._core.frame import Frame, Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
@@ -92,12 +94,14 @@ class HooksFrame(Frame):
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+        if session in self.replays and events.listeners:
+            telling.fired_again(self, session)
         if session not in self.replays and slots.live_count(self.saved):
-            replay = self.run(session, scheduled=True)
+            replay = self.run(session, scheduled=True, prefired=True)
             if replay.state is State.RELEASED:  # the function cleared the session
                 slots.drop(self.saved, session)
 
-    def run(self, owner: Owner, *, scheduled: bool) -> Replay:
+    def run(self, owner: Owner, *, scheduled: bool, prefired: bool = False) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
         # In the middle of forward a replay must not run further than forward has come.
         stops = self.early_stop or not self.complete
@@ -106,23 +110,30 @@ class HooksFrame(Frame):
         refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
         outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
+        record = telling.begin(self, replay, prefired=prefired) if events.listeners else None
         log = None if self.log is None else OperatorLog()
         try:
             self._execute(replay, refill, log)
             self._check(refill, log)
         except BaseException:
+            if record is not None:
+                telling.replayed(self, replay, record, failed=True)
             self.release(owner, Reason.FAILED)
             slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
+        if record is not None:
+            telling.replayed(self, replay, record, failed=False)
         return replay
 
     def release(self, owner: Owner, reason: Reason) -> None:
         """Drop what the replay for an owner holds."""
         replay = self.replays.pop(owner, None)
         if replay is not None:
+            if replay.record is not None:
+                telling.released(self, replay, reason)
             slots.drop(self.saved, owner)
             replay.advance(State.RELEASED, reason)
 
@@ -134,6 +145,18 @@ class HooksFrame(Frame):
     def held(self, owner: Owner) -> dict[int, int]:
         """Bytes of the values the slots hold for an owner, by storage."""
         return slots.held_bytes(self.saved, owner)
+
+    def values(self, owner: Owner) -> list[torch.Tensor]:
+        """The values the slots hold for an owner."""
+        return slots.values_of(self.saved, owner)
+
+    def holdings(self) -> Iterator[Holding]:
+        """Inputs, states of generators, what selective checkpointing keeps, and the values in the slots."""
+        yield from (Holding("input", None, tensor) for tensor in self.inputs.tensors())
+        yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
+        yield from (Holding("kept", None, tensor) for kept in self.kept for tensor in kept.tensors())
+        for owner in list(self.replays):
+            yield from (Holding("replayed", owner, value) for value in slots.values_of(self.saved, owner))
 
     def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
         """Hold the slots of an owner's values, so that one that dies with its node is still seen to be full."""
