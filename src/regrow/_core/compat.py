@@ -18,7 +18,12 @@ _OUR_HOOKS = ("regrow._engines.hooks.pack", "regrow._engines.hooks.refill")
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
+# Every private name that was asked for, and why.
+internals: dict[str, str] = {}
+
+
 def _private(module: str, path: str, why: str) -> Any:
+    internals[f"{module}.{path}"] = why
     found: Any = import_module(module)
     try:
         for part in path.split("."):
