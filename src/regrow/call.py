@@ -81,7 +81,10 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
             ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result. Composes with
             ``context_fn``: contexts are entered in that order and left in reverse.
         determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
-            "none" only the number.
+            "none" only the number. "values" compares the bits of what each operator returned, too, and names the first
+            that computed others; "sample" those of up to 127 elements of each. The function must then run the same
+            operators in the same order. Slow: each result is read once more in forward and in the replay (see
+            docs/tools.md); 16 MiB are needed for it at a time.
         debug: keep the operators of both runs, and say in the error of a mismatch where they part. It finds no
             mismatch that the determinism check does not find. Slow.
         early_stop: end a replay as soon as every saved tensor is back, so that code after the last one does not run

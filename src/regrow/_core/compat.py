@@ -40,6 +40,10 @@ def _private(module: str, path: str, why: str) -> Any:
 # Deleted if that object becomes cheap.
 set_grad_enabled: Callable[[bool], None] = _private("torch._C", "_set_grad_enabled", "replays record a graph")
 
+# The code that calls a module's forward: it is found on the stack, to say in which module an operator runs.
+# Deleted by a public way to ask which module is running.
+module_call: Any = _private("torch.nn", "Module._call_impl.__code__", "messages name the module of an operator")
+
 # Which backward is running: the owner of a replay outside sessions. Deleted by a public id of the graph task.
 graph_task_id: Callable[[], int] = _private("torch._C", "_current_graph_task_id", "it tells backward calls apart")
 

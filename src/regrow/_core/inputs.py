@@ -49,6 +49,18 @@ class Inputs:
         if compat.versions_of(self._held) != self._versions:
             self._note_change()
 
+    @property
+    def opaque(self) -> tuple[Any, ...]:
+        """What lies among the arguments that is no tensor."""
+        return self._template.opaque
+
+    def names(self) -> list[str]:
+        """The arguments that `tensors` are."""
+        if self._saved is None:
+            return self._template.names(len(self._held))
+        names = self._template.names(len(self._saved))
+        return [names[place] for place in self._places]
+
     def tensors(self) -> list[torch.Tensor]:
         """What is held as it was given; not what surrounding hooks took away."""
         return self._held

@@ -131,12 +131,9 @@ def _devices() -> Iterator[Finding]:
 def _internals(names: dict[str, str]) -> Iterator[Finding]:
     """The private names behind each part; the first that is missing ends it."""
     for part, home in (("checkpoints", "regrow._core.compat"), ("pipelines", "regrow.pipelining._compat")):
-        try:
-            import_module(home)
-            names.update(import_module("regrow._core.compat").internals)
-            yield Finding(part, "all found")
-        except ImportError as error:
-            yield Finding(part, str(error), good=False)
+        yield _attempt(part, lambda home=home: import_module(home), "all found")  # type: ignore[misc]
+    compat = sys.modules.get("regrow._core.compat")
+    names.update({} if compat is None else compat.internals)
     yield Finding("in use", counted(len(names), "private name"))
 
 

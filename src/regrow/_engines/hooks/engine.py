@@ -21,7 +21,7 @@ from regrow._core.reach import reach
 from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
 from regrow._core.state import State
 from regrow._engines.hooks import slots
-from regrow._engines.hooks.oplog import OperatorLog
+from regrow._engines.hooks.mismatch import Evidence
 from regrow._engines.hooks.pack import make_pack
 from regrow._engines.hooks.replay import HooksFrame, Options
 from regrow._engines.hooks.unpack import make_unpack
@@ -116,9 +116,16 @@ def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManag
             kept = Kept(frame.label, hooks, preserve_rng=options.preserve_rng_state)
             pairs[index] = Keep(forward.policy, kept), Recall(kept)  # of this call alone, whoever made the pair
             frame.kept += (kept,)
-    if options.debug:
-        frame.log = OperatorLog()
-        pairs.append((frame.log, None))
+    values = options.determinism_check in arguments.VALUE_CHECKS
+    if options.debug or values:
+        frame.evidence = Evidence.taken(
+            frame.function,
+            frame.inputs.opaque,
+            frame.inputs.tensors(),
+            lists=options.debug,
+            sample=options.determinism_check == "sample" if values else None,
+        )
+        pairs.append((frame.evidence.log, None))
     frame.contexts = tuple(replay for _, replay in pairs if replay is not None)
     return tuple(forward for forward, _ in pairs)
 

@@ -13,7 +13,7 @@ import torch
 from regrow._core import compat
 from regrow._core.frame import Owner
 from regrow._engines.hooks import slots
-from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
+from regrow._engines.hooks.mismatch import Difference, Place, same_but_for_ragged
 from regrow._engines.hooks.slots import Saved
 from regrow._engines.hooks.stopping import WATCHED, Stop, call_site, must_finish, stop_at_next_call
 
@@ -24,6 +24,7 @@ class Refill:
     Attributes:
         wanted: how many tensors to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
+        place: where the first of them was saved, or the first one too many.
     """
 
     # On the class, and set only where they come to differ.
@@ -32,6 +33,7 @@ class Refill:
     _deeper = 0
     _rows: Iterator[Saved] = iter(())
     differences: tuple[Difference, ...] = ()
+    place: Place | None = None
 
     def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
         """Prepare a replay on this thread.
@@ -99,6 +101,8 @@ class Refill:
         plain = not tensor.requires_grad
         value = kept = tensor if plain else tensor.detach()
         if index >= self.wanted:
+            if index == len(self._saved) and self.place is None:
+                self.place = Place.here()
             return value
         row = self._saved[index]
         place, shape, dtype, device = row
@@ -138,5 +142,6 @@ class Refill:
             return compat.with_ragged_size(value, shape)
         slot = place()
         assert slot is not None
+        self.place = self.place or Place.here()
         self.differences += ((slots.index_of(self._saved, slot), forward, replay),)
         return value

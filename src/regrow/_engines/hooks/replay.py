@@ -25,6 +25,7 @@ from regrow._core.session import Session
 from regrow._core.state import State as ReachedState
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
+from regrow._engines.hooks.mismatch import Evidence
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
 from regrow._engines.hooks.slots import Saved
@@ -52,7 +53,7 @@ class HooksFrame(Frame):
         compares: whether replays compare that.
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
-        log: the operators of forward, with ``debug``.
+        evidence: what explains a mismatch, with ``debug`` and where values are compared.
         cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
         closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
@@ -63,7 +64,7 @@ class HooksFrame(Frame):
 
     contexts: tuple[AbstractContextManager[Any], ...] = ()
     kept: tuple[Kept, ...] = ()
-    log: OperatorLog | None = None
+    evidence: Evidence | None = None
     cells: list[Any] | None = None
     closure: Closure | None = None
     state: ReachedState | None = None
@@ -78,7 +79,7 @@ class HooksFrame(Frame):
         self.environment = environment
         self.early_stop = options.early_stop
         self.saved: list[Saved] = []
-        self.compares = options.determinism_check == "default"
+        self.compares = options.determinism_check != "none"
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
@@ -111,16 +112,18 @@ class HooksFrame(Frame):
         outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
         record = telling.begin(self, replay, prefired=prefired) if events.listeners else None
-        log = None if self.log is None else OperatorLog()
+        log = None if self.evidence is None else self.evidence.log.again()
         try:
             self._execute(replay, refill, log)
             self._check(refill, log)
-        except BaseException:
+        except BaseException as error:
             if record is not None:
                 telling.replayed(self, replay, record, failed=True)
             self.release(owner, Reason.FAILED)
             slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
+            if mismatch.is_unexplained(error, self.evidence, log):
+                raise self._mismatch(refill, log).report() from error
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
@@ -230,13 +233,24 @@ class HooksFrame(Frame):
         # A stop leaves the rest unseen; while forward has not returned, more is to come.
         enough = replay == forward or (replay >= refill.wanted and (self.early_stop or not self.complete))
         if not enough or refill.differences:
-            raise mismatch.report(
-                self.label,
-                forward=forward,
-                replay=forward if enough else replay,
-                differences=refill.differences,
-                logs=None if log is None or self.log is None else (self.log, log),
-            )
+            raise self._mismatch(refill, log, replay=forward if enough else replay).report()
+        if mismatch.computed_otherwise(self.evidence, log):
+            raise self._mismatch(refill, log).report()
+
+    def _mismatch(self, refill: Refill, log: OperatorLog | None, replay: int | None = None) -> mismatch.Case:
+        forward = len(self.saved)
+        return mismatch.Case(
+            label=self.label,
+            function=self.function,
+            opaque=self.inputs.opaque,
+            inputs=self.inputs.tensors(),
+            input_names=self.inputs.names(),
+            forward=forward,
+            replay=forward if replay is None else replay,
+            differences=refill.differences,
+            place=refill.place,
+            evidence=None if log is None or self.evidence is None else (self.evidence, log),
+        )
 
 
 def _contexts(
