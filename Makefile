@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench format clean
+.PHONY: demo test bench bench-peers format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/regrow demo
@@ -18,6 +18,12 @@ test: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/host_cost.py
 
+# torch-remat beside the rest, in an environment of its own.
+bench-peers:
+	test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch-remat==0.2.2
+	$(VENV)-peers/bin/python benchmarks/save_regions/measure.py
+
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -29,4 +35,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

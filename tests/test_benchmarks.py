@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,3 +222,16 @@ def test_a_quick_run_checks_and_times_every_variant(tmp_path):
     ]
     assert all(name in result.stdout for name in VARIANTS)
     assert "targets missed" in result.stdout
+
+
+def test_the_benchmark_of_saved_regions_runs_and_counts():
+    """Rule 29: a region holds what torch's selective checkpoint holds, and no more."""
+    script = BENCHMARKS / "save_regions" / "measure.py"
+    done = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [re.findall(r"[\w ,-]+", line) for line in done.stdout.splitlines() if "│" in line]
+    held: dict[str, list[int]] = {}
+    for name, n_bytes, *_ in ([cell.strip() for cell in row] for row in rows):
+        held.setdefault(name, []).append(int(n_bytes.replace(",", "")))
+    assert len(held["torch SAC"]) == 2
+    assert held["regrow, region"] == held["torch SAC"]

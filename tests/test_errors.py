@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import regrow
 from regrow._core import compat, turns
@@ -282,10 +284,53 @@ def torch_stages() -> Any:
     return make_schedule(PipelineStage)
 
 
+def unpickle_a_policy_with_an_unknown_operator() -> None:
+    pickled = pickle.dumps(regrow.policies.keep(torch.ops.aten.mm.default))
+    pickle.loads(pickled.replace(b"aten.mm.default", b"aten.zz.default"))
+
+
 def own_forward() -> None:
     module = nn.ReLU()
     module.forward = torch.sin
     regrow.checkpoint_wrapper(module)
+
+
+save = regrow.save_region
+
+
+def region(*ways: Callable[..., Any], **options: Any) -> Callable[[], None]:
+    """Forward goes one way, and every replay the last one."""
+
+    def run() -> None:
+        way = [ways[0]]
+        out = regrow.checkpoint(lambda t: way[-1](t.tanh()).cos().sum(), leaf(), early_stop=False, **options)
+        way.append(ways[-1])
+        out.backward()
+
+    return run
+
+
+def overwrite_a_weight_of_a_region() -> None:
+    weight = leaf()
+    out = regrow.checkpoint(lambda t: save(torch.mul, t.sin(), weight).sum(), leaf())
+    with torch.no_grad():
+        weight.zero_()
+    out.backward()
+
+
+def go_on_after_an_error(t: torch.Tensor) -> torch.Tensor:
+    try:
+        return save(torch.mul, t, "text")
+    except TypeError:
+        return t.sin()
+
+
+def take_a_gradient(t: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(save(torch.exp, t).sum(), t, create_graph=True)[0]
+
+
+def torch_contexts() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
 
 
 CAUSES: dict[str, Callable[[], Any]] = {
@@ -303,6 +348,11 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "determinism_check must be one of": call(determinism_check="strict"),
     "policy_fn returned": call(policy_fn=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD),
     "is no OpOverload": lambda: regrow.create_selective_checkpoint_contexts([torch.ops.aten.mm]),
+    "keep() needs at least one": regrow.policies.keep,
+    "cannot be kept: an operator": lambda: regrow.policies.keep(torch.ops.aten.view.default),
+    "every must be a whole number": lambda: regrow.policies.keep_matmuls(every=0),
+    "counts the operators of one call": lambda: regrow.policies.keep_matmuls(every=2)(None, torch.ops.aten.mm.default),
+    "which this process does not know": unpickle_a_policy_with_an_unknown_operator,
     "must be a function or a list of operators": lambda: regrow.create_selective_checkpoint_contexts(3),
     "suppressed an exception": raise_under_a_swallowing_context,
     "was initialised inside the checkpointed function": wake_a_device,
@@ -326,11 +376,26 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "of the replay is": branch(torch.sin, torch.cos, policy_fn=lambda *_, **__: False, early_stop=False),
     "for a replay on another thread": wait_for_a_thread_that_waits,
     "backward through its own output": run_into_itself,
+    "save_output must be True or False": lambda: regrow.checkpoint_exclude_wrapper(torch.sin, save_output=1),
+    "wrote in place into": region(lambda t: save(torch.Tensor.exp_, t.sin())),
+    "was changed in place after the region": region(lambda t: save(torch.sin, t.sin()).mul_(2).exp()),
+    "a tensor that a SAVE region kept was changed": overwrite_a_weight_of_a_region,
+    "and the function went on": region(go_on_after_an_error),
+    "the replay reached SAVE region": region(torch.exp, lambda t: save(torch.exp, t)),
+    "SAVE regions of forward not reached": region(lambda t: save(torch.exp, t), torch.exp),
+    "in the replay and was": region(lambda t: save(torch.exp, t), lambda t: save(torch.exp, t[:2])),
+    "computes a gradient through SAVE region": region(take_a_gradient),
+    "under a torch.func transform": region(torch.vmap(lambda t: save(torch.sin, t))),
+    "under torch's own selective contexts": region(lambda t: save(torch.exp, t), context_fn=torch_contexts),
+    "which cannot be taken apart": region(lambda t: save(lambda u: SimpleNamespace(value=u.exp()), t)),
+    "save_output=False does not keep": region(
+        lambda t: regrow.checkpoint_exclude_wrapper(torch.exp, save_output=False)(t).sin()
+    ),
     "capture must be": lambda: regrow.register_ambient(None, torch.no_grad),
     "restore must be": lambda: regrow.register_ambient(torch.get_default_dtype, None),
     "module_or_fn must be": lambda: regrow.checkpoint_wrapper(3),
     "no option of checkpoint": lambda: regrow.checkpoint_wrapper(nn.ReLU(), earlystop=True),
-    "is checkpointed already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
+    "is wrapped already": lambda: regrow.checkpoint_wrapper(regrow.checkpoint_wrapper(nn.ReLU())),
     "has a forward of its own instance": own_forward,
     "whose forward is generated code": lambda: regrow.checkpoint_wrapper(torch.fx.symbolic_trace(nn.ReLU())),
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),

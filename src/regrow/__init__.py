@@ -12,23 +12,28 @@ _HOMES = {
     "FrameBusyError": "regrow._core.faults",
     "Handle": "regrow._core.frame",
     "InputChangedError": "regrow._core.faults",
+    "PlaceholderError": "regrow._core.faults",
+    "RegionError": "regrow._core.faults",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
     "StateChangedError": "regrow._core.faults",
     "ValueChangedError": "regrow._core.faults",
     "apply_checkpointing": "regrow.wrappers",
     "checkpoint": "regrow.call",
+    "checkpoint_exclude_wrapper": "regrow.wrappers",
     "checkpoint_wrapper": "regrow.wrappers",
     "clear_recompute_session": "regrow.scheduling",
     "create_selective_checkpoint_contexts": "regrow._core.selective",
     "is_recomputing": "regrow._core.replaying",
     "ledger": "regrow.trace.ledger",
     "memory_report": "regrow.trace.holdings",
+    "policies": "regrow.policies",
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
     "saved_tensors_report": "regrow.trace.graph",
+    "save_region": "regrow.wrappers",
 }
 
 __all__ = list(_HOMES)
@@ -38,7 +43,8 @@ def __getattr__(name):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'regrow' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(home), name)
+    module = import_module(home)
+    found = globals()[name] = module if home == f"{__name__}.{name}" else getattr(module, name)
     return found
 
 

@@ -1,7 +1,10 @@
+from regrow import policies as policies
 from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError
 from regrow._core.faults import InputChangedError as InputChangedError
+from regrow._core.faults import PlaceholderError as PlaceholderError
+from regrow._core.faults import RegionError as RegionError
 from regrow._core.faults import ReplayMismatchError as ReplayMismatchError
 from regrow._core.faults import StateChangedError as StateChangedError
 from regrow._core.faults import ValueChangedError as ValueChangedError
@@ -18,7 +21,9 @@ from regrow.trace.graph import saved_tensors_report as saved_tensors_report
 from regrow.trace.holdings import memory_report as memory_report
 from regrow.trace.ledger import ledger as ledger
 from regrow.wrappers import apply_checkpointing as apply_checkpointing
+from regrow.wrappers import checkpoint_exclude_wrapper as checkpoint_exclude_wrapper
 from regrow.wrappers import checkpoint_wrapper as checkpoint_wrapper
+from regrow.wrappers import save_region as save_region
 
 __all__: list[str]
 __version__: str

@@ -77,9 +77,9 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         use_reentrant: False for this engine. True is the reentrant engine, which this version does not have.
         preserve_rng_state: replays draw the random numbers of forward, and leave the caller's generators untouched.
         context_fn: returns two context managers, for forward and for replays.
-        policy_fn: selective checkpointing, ``policy_fn(ctx, op, *args, **kwargs)`` that returns a
-            ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result. Composes with
-            ``context_fn``: contexts are entered in that order and left in reverse.
+        policy_fn: selective checkpointing: a value of `regrow.policies`, or ``policy_fn(ctx, op, *args, **kwargs)``
+            that returns a ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result.
+            Composes with ``context_fn``: contexts are entered in that order and left in reverse.
         determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
             "none" only the number. "values" compares the bits of what each operator returned, too, and names the first
             that computed others; "sample" those of up to 127 elements of each. The function must then run the same
@@ -139,8 +139,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
                 f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
             )
         return _decorator(options)
-    if not callable(function):
-        arguments.check_callable("function", function, "the function or module to run")
+    arguments.check_callable("function", function, "the function or module to run")
     return run(function, label_of(function), args, kwargs, options)
 
 

@@ -39,10 +39,11 @@ def changed_input(label: str, names: list[str], details: list[str]) -> str:
     )
 
 
-def changed_value(label: str, index: int) -> str:
-    """The sentence for a saved tensor that was overwritten after the replay saved it."""
+def changed_value(label: str, index: int | None) -> str:
+    """The sentence for a saved tensor that was overwritten after the replay, or a SAVE region, saved it."""
+    which = "a tensor that a SAVE region kept" if index is None else f"saved tensor {index}"
     return (
-        f"{label}: saved tensor {index} was changed in place after an operator saved it for backward, either later in "
+        f"{label}: {which} was changed in place after an operator saved it for backward, either later in "
         "the function or, if it aliases an input or a parameter, by code that ran since the replay. "
         "Plain autograd refuses a saved tensor that was changed, too. Make that change out of place, or after backward."
     )
@@ -62,6 +63,104 @@ def changed_state(label: str, names: list[str], rebound: list[str]) -> str:
             "the last value of a variable that a loop or later code sets anew. Pass it as an argument instead."
         )
     return " ".join(parts)
+
+
+def misused_placeholder(region: str, operator: str) -> str:
+    """The sentence for reading an output that a SAVE region was told not to keep."""
+    return (
+        f"{operator} reads the output of SAVE region {region}, which save_output=False does not keep for the replay. "
+        "Such an output may only be viewed and passed to another SAVE region. Leave save_output at True, "
+        "or move the operator into a region."
+    )
+
+
+def region_wrote(label: str, region: str, names: list[str]) -> str:
+    """The sentence for a SAVE region that writes into what it is given."""
+    return (
+        f"{label}: SAVE region {region} wrote in place into {', '.join(names)}. A replay does not run the region, so "
+        "what comes after it would see the old values. Return the new values, or leave the write outside the region."
+    )
+
+
+def region_output_written(label: str, region: str) -> str:
+    """The sentence for a region's output that is overwritten although replays need it as it was."""
+    return (
+        f"{label}: an output of SAVE region {region} was changed in place after the region, and a replay needs it as "
+        "the region made it. Make that change out of place, or inside the region."
+    )
+
+
+def region_raised(label: str, region: str, error: str) -> str:
+    """The sentence for a region whose error the function caught, so that forward went on."""
+    return (
+        f"{label}: SAVE region {region} raised {error} and the function went on. A replay does not run the region, so "
+        "it cannot go the same way. Catch the error inside the region, or leave it no SAVE region."
+    )
+
+
+def region_elsewhere(label: str, region: str, found: str) -> str:
+    """The sentence for a replay that reaches regions in another order, number or place than forward did."""
+    return (
+        f"{label}: the replay reached SAVE region {region} where {found}. "
+        "Does the function branch on state that changed since forward?"
+    )
+
+
+def regions_left(label: str, region: str, left: int) -> str:
+    """The sentence for a replay that ends before it has reached every region."""
+    return (
+        f"{label}: the replay ended with {left} SAVE regions of forward not reached, the first of them {region}. "
+        "Does the function branch on state that changed since forward?"
+    )
+
+
+def region_input_differs(label: str, region: str, name: str, forward: str, replay: str) -> str:
+    """The sentence for an input of a region that looks otherwise than in forward."""
+    return (
+        f"{label}: {name} of SAVE region {region} is {replay} in the replay and was {forward} in forward. "
+        "Does the function branch on state that changed since forward?"
+    )
+
+
+def region_hides(region: str, kind: str, names: list[str]) -> str:
+    """The sentence for a region that returns tensors where they cannot be seen."""
+    return (
+        f"SAVE region {region} returns a {kind} with tensors in {', '.join(names)}, which cannot be taken apart "
+        "to keep them. Return a tuple or a dict, or register the class with torch.utils.pytree."
+    )
+
+
+def region_gradient(label: str, region: str) -> str:
+    """The sentence for a gradient through a region that the checkpointed function computes itself."""
+    return (
+        f"{label}: the checkpointed function computes a gradient through SAVE region {region}, which a replay does not "
+        "run. Compute that gradient inside the region, or leave the function no SAVE region."
+    )
+
+
+def region_transformed(label: str, region: str) -> str:
+    """The sentence for a region under a torch.func transform."""
+    return (
+        f"{label}: SAVE region {region} is called under a torch.func transform such as vmap or grad, whose tensors "
+        "cannot be kept. Put the transform inside the region."
+    )
+
+
+def region_foreign_contexts(label: str, region: str) -> str:
+    """The sentence for a region among the operators that torch's own selective contexts count."""
+    return (
+        f"{label}: SAVE region {region} is called under torch's own selective contexts, which expect its operators in "
+        "the replay. Use policy_fn, or regrow.create_selective_checkpoint_contexts."
+    )
+
+
+def sharded(label: str) -> str:
+    """The sentence for a prefire that finds shards where forward had whole parameters. Logged, not raised."""
+    return (
+        f"{label}: not replayed ahead of backward, since its parameters are sharded until backward gathers them; it is "
+        "replayed when backward asks. Checkpoint around the sharded module rather than inside it, or shard with "
+        "reshard_after_forward=False."
+    )
 
 
 def waited(label: str, seconds: float) -> str:

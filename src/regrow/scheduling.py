@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from regrow import arguments
 from regrow._core import collect, session
+from regrow._core.carrier import carry
 from regrow._core.frame import Handle, frame_of
 
 
@@ -26,19 +28,26 @@ def recompute_handle_collector_ctx() -> AbstractContextManager[list[Handle]]:
     return collect.collector()
 
 
-def recompute_handle(handle: Handle, session_id: Hashable) -> None:
+def recompute_handle(handle: Handle, session_id: Hashable, carrier: bool = False) -> None:
     """Replay a checkpointed call now and keep what it brings back under a session. The caller's RNG does not move.
 
     A second call for the same session does nothing. Calls made inside the checkpointed function are checkpoints of
     their own with handles of their own: they are bound to the session with it and replayed when they are fired or read.
     Call it inside a retaining context of the same session, or outside any session context.
 
+    Under FSDP2 the replay needs what FSDP2 gathers. A call that is checkpointed around the sharded module gathers it
+    again, and wants ``carrier=True``; one that is checkpointed inside the sharded module finds only shards until its
+    backward begins: that is logged, and the call is replayed when backward asks.
+
     Args:
         handle: from `recompute_handle_collector_ctx`.
         session_id: any hashable name; `recompute_session_ctx` and `clear_recompute_session` take the same.
+        carrier: replay inside a small backward of its own, so that FSDP2 and other code that asks whether a backward
+            runs takes the replay for part of one: parameters that are gathered stay gathered for the backward to come,
+            and the order of forward is not noted a second time.
 
     Raises:
-        ValueError: a foreign handle, a bad id, or a context of another session or one that lets go is open.
+        ValueError: a foreign handle, a bad id or flag, or a context of another session or one that lets go is open.
         RuntimeError: the graph of the call has died, or its forward has not returned.
         regrow.CheckpointError: another session is active on the call (nothing is changed), the replay differs from
             forward, or an input was changed in place.
@@ -49,6 +58,7 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
     Threads: any. The replay runs here, under a lock of the call.
     """
     arguments.check_session_id(session_id)
+    arguments.check_flag("carrier", carrier)
     if not isinstance(handle, Handle):
         raise ValueError(
             f"handle must come from recompute_handle_collector_ctx(), got {handle!r} of type {type(handle).__name__}."
@@ -60,7 +70,10 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
     with frame.lock:
         bound, were_free = session.bind_nest(frame, session_id)
         try:
-            frame.prefire(bound)
+            if carrier:
+                carry(partial(frame.prefire, bound))
+            else:
+                frame.prefire(bound)
         except BaseException:
             session.unbind(were_free, bound)
             raise

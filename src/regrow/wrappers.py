@@ -1,12 +1,4 @@
-"""Wrappers: modules and functions that checkpoint each call. Must never add a level to a module's names.
-
-A wrapped module is the same object with another class: its class becomes a subclass whose ``forward`` is
-checkpointed. Names of parameters, buffers and state, attributes, hooks and ``isinstance`` are therefore those of the
-module itself, and nothing points back from it, so it dies with its last reference.
-
-A limit that comes with it: torch's parametrizations change the class as well. Wrap first, parametrize then; the other
-order works until the parametrization is removed.
-"""
+"""Wrappers: modules and functions that checkpoint each call, or are never replayed. Must never change a name."""
 
 from __future__ import annotations
 
@@ -14,19 +6,15 @@ from collections.abc import Callable
 from functools import partial, wraps
 from inspect import getattr_static, signature
 from types import FunctionType
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, ref
+from typing import Any, NamedTuple, TypeVar, cast
 
-import torch.fx
 from torch import nn
 
 from regrow import arguments
+from regrow._core import regions
 from regrow._engines.hooks.replay import Options
-from regrow.call import OPTION_NAMES, check_options, label_of, run
-
-_OPTIONS = "_regrow_options"
-_LABEL = "_regrow_label"
-
+from regrow.becoming import STATE, become, check_free
+from regrow.call import OPTION_NAMES, Result, check_options, label_of, run
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -54,8 +42,8 @@ def checkpoint_wrapper(module_or_fn: Wrapped, **checkpoint_kwargs: Any) -> Wrapp
     if not isinstance(module_or_fn, nn.Module):
         arguments.check_callable("module_or_fn", module_or_fn, "a module or a function")
         return cast("Wrapped", _wrapped_function(module_or_fn, options))
-    _check_free(module_or_fn, "module_or_fn")
-    _wrap(module_or_fn, options, _label(module_or_fn, ""))
+    check_free(module_or_fn, "module_or_fn")
+    become(module_or_fn, _checkpointed, (options, _label(module_or_fn, "")))
     return module_or_fn
 
 
@@ -89,39 +77,72 @@ def apply_checkpointing(
         seen = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"where selects no module of {type(model).__name__}. Its modules are of the classes {seen}.")
     for name, module in selected:
-        _check_free(module, name or type(model).__name__)
-    return [_wrap(module, options, _label(module, name)) for name, module in selected]
+        check_free(module, name or type(model).__name__)
+    return [become(module, _checkpointed, (options, _label(module, name))) for name, module in selected]
 
 
-class _Checkpointed:
-    """What wrapped classes have in common: how they are made, copied and pickled."""
+def checkpoint_exclude_wrapper(module_or_fn: Wrapped, *, save_output: bool = True) -> Wrapped:
+    """Make a module or a function a SAVE region: inside a checkpointed call it runs once, and is never replayed.
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Stop here: classes that keep a register of their subclasses are not told of wrapped ones."""
+    For what is dear to run again, or must not run twice: attention, a grouped matrix product, a collective, a router.
+    A replay goes around it and finds its output as it was; gradients through it are those of plain autograd. Outside
+    checkpointed calls, inside another region and while torch.compile or export traces it is a plain call.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        base = type(self)._regrow_base  # type: ignore[attr-defined]
-        reduced: Any = super().__reduce_ex__(protocol)
-        rebuild, args, *rest = reduced
-        args = tuple(base if arg is type(self) else arg for arg in args)
-        state: dict[str, Any] = self.__dict__
-        return _rebuilt, (rebuild, args, state[_OPTIONS], state[_LABEL]), *rest
+    Args:
+        module_or_fn: an ``nn.Module``, which is changed in place and returned, or any other callable, which is wrapped.
+        save_output: keep the output for replays. False where it goes into another region and nowhere else: replays
+            get a tensor without memory then, which may be viewed and handed on, and raises where its values are read.
+
+    Returns:
+        The module, now an instance of a subclass of its class, or a function with the callable's name. A region is the
+        whole call of a module: its hooks run once, too.
+
+    Raises:
+        ValueError: a bad argument, or a module that is wrapped already, has a ``forward`` of its own instance, or is
+            traced or scripted code.
+        regrow.CheckpointError: from the checkpointed call: the region wrote into its arguments, its output was changed
+            in place although a replay needs it, it raised and the function went on, it was called under a torch.func
+            transform, or it returned tensors in an object that cannot be taken apart. From backward: the replay
+            reaches regions in another order or number than forward, an output that is not kept is read, or something
+            that the region keeps was changed in place.
+
+    Memory: from the call until the graph of the checkpointed call dies it holds the outputs, unless ``save_output`` is
+        False, and what its operators save, but for tensors that it is given, and views of them: those are brought back
+        by the replay. Where saved-tensor hooks surround the call, such as ``save_on_cpu``, both pass through them.
+
+    Threads: a region is one where it runs on the thread of the checkpointed call.
+    """
+    arguments.check_flag("save_output", save_output)
+    if not isinstance(module_or_fn, nn.Module):
+        arguments.check_callable("module_or_fn", module_or_fn, "a module or a function")
+        return cast("Wrapped", _saved_function(module_or_fn, _Saving(label_of(module_or_fn), save_output)))
+    check_free(module_or_fn, "module_or_fn")
+    become(module_or_fn, _saved, _Saving(label_of(type(module_or_fn)), save_output))
+    return module_or_fn
 
 
-# Weakly on both sides: a wrapped class lives as long as its base or a module of it.
-_subclasses: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+def save_region(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function as a SAVE region: the form of `checkpoint_exclude_wrapper` for one call.
+
+    Args:
+        function: what to run.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        What the function returns; in a replay, what it returned in forward.
+
+    Raises:
+        ValueError: the function is none.
+        regrow.CheckpointError: as `checkpoint_exclude_wrapper`.
+    """
+    arguments.check_callable("function", function, "the function or module to run")
+    result: Result = regions.run(function, label_of(function), args, kwargs, save_output=True)
+    return result
 
 
-def _subclass(base: Any) -> Any:
-    known = _subclasses.get(base)
-    cls = None if known is None else known()
-    if cls is None:
-        cls = _new_subclass(base)
-        _subclasses[base] = ref(cls)
-    return cls
-
-
-def _new_subclass(base: Any) -> Any:
+def _checkpointed(base: Any) -> dict[str, Any]:
+    """Checkpointed: ``forward`` is."""
     plain: Any = base.forward
     # A forward that is static or of the class takes no module.
     takes_self = isinstance(getattr_static(base, "forward"), FunctionType)
@@ -129,29 +150,34 @@ def _new_subclass(base: Any) -> Any:
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = partial(plain, self) if takes_self else plain
-        options = self.__dict__.get(_OPTIONS)
-        if options is None:  # made by the class itself, as a slice of a Sequential is: nobody asked to wrap that
+        state = self.__dict__.get(STATE)
+        if state is None:  # made by the class itself, as a slice of a Sequential is: nobody asked to wrap that
             return function(*args, **kwargs)
-        return run(function, self.__dict__[_LABEL], args, kwargs, options)
+        options, label = state
+        return run(function, label, args, kwargs, options)
 
-    fields = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__, "_regrow_base": base}
-    becomes = getattr(base, "cls_to_become", None)  # of a lazy module, once it has seen an input
-    if becomes is not None:
-        fields["cls_to_become"] = _subclass(becomes)
-    return type(f"Checkpointed{base.__name__}", (_Checkpointed, base), fields)
+    return {"forward": forward}
 
 
-def _rebuilt(rebuild: Callable[..., nn.Module], args: tuple[Any, ...], options: Options, label: str) -> nn.Module:
-    """A wrapped module from what its own class says of how it is copied and pickled."""
-    return _wrap(rebuild(*args), options, label)
+def _saved(base: Any) -> dict[str, Any]:
+    """A SAVE region: the whole call is, hooks included."""
+    plain: Any = base.__call__
+
+    @wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__.get(STATE)
+        if state is None:
+            return plain(self, *args, **kwargs)
+        return regions.run(partial(plain, self), state.label, args, kwargs, save_output=state.save_output)
+
+    return {"__call__": call}
 
 
-def _wrap(module: nn.Module, options: Options, label: str) -> nn.Module:
-    cls: Any = type(module)
-    module.__dict__[_OPTIONS] = options
-    module.__dict__[_LABEL] = label
-    module.__class__ = _subclass(cls)
-    return module
+class _Saving(NamedTuple):
+    """How a module or function is a SAVE region."""
+
+    label: str
+    save_output: bool
 
 
 def _label(module: nn.Module, name: str) -> str:
@@ -160,28 +186,20 @@ def _label(module: nn.Module, name: str) -> str:
     return f"{name} ({forward})" if name else forward
 
 
-def _check_free(module: nn.Module, name: str) -> None:
-    if _OPTIONS in module.__dict__:
-        raise ValueError(f"{name} is checkpointed already: {type(module).__name__}. Wrap each module once.")
-    if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
-        raise ValueError(
-            f"{name} is a traced or scripted {type(module).__name__}, whose forward is generated code that a wrapper "
-            "would not reach. "
-            "Wrap the module before it is traced or scripted, or wrap a function that calls it."
-        )
-    if "forward" in module.__dict__:
-        raise ValueError(
-            f"{name} has a forward of its own instance, which a wrapper would not reach. "
-            "Wrap the module before that forward is set, or wrap the function itself."
-        )
-
-
 def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
     unknown = sorted(set(checkpoint_kwargs) - {"use_reentrant", *OPTION_NAMES})
     if unknown:
         allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
         raise ValueError(f"{', '.join(unknown)}: no option of checkpoint. The options are {allowed}.")
     return check_options(**checkpoint_kwargs)
+
+
+def _saved_function(function: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
+    @wraps(function)
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        return regions.run(function, saving.label, args, kwargs, save_output=saving.save_output)
+
+    return saved
 
 
 def _wrapped_function(function: Callable[..., Any], options: Options) -> Callable[..., Any]:

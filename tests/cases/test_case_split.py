@@ -13,7 +13,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from regrow import clear_recompute_session, is_recomputing, recompute_session_ctx
+from regrow import clear_recompute_session, is_recomputing, recompute_session_ctx, save_region
 
 
 class Block(nn.Module):
@@ -112,6 +112,26 @@ def test_pipeline_schedules_train_checkpointed_stages(engine, one_rank, schedule
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@pytest.mark.case("J4")
+def test_a_saved_region_runs_once(engine, same):
+    """Rule 28: an excluded part runs once in all, the rest twice; gradients go through both."""
+    runs = {"outer": 0, "kept": 0}
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def kept(t):
+        runs["kept"] += 1
+        return (t @ w).tanh()
+
+    def outer(t, around):
+        runs["outer"] += 1
+        return around(kept, t.sin()).exp() * t
+
+    x = torch.randn(3, 4, requires_grad=True)
+    engine.checkpoint(outer, x, save_region).sum().backward()
+    assert runs == {"outer": 2, "kept": 1}
+    same([x.grad, w.grad], list(torch.autograd.grad(outer(x, lambda f, a: f(a)).sum(), [x, w])))
 
 
 @pytest.mark.case("J5")

@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 
 import regrow
+from regrow import policies
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
@@ -34,6 +35,9 @@ OPTIONS = {
     "random numbers not preserved": {"preserve_rng_state": False},
     "no check": {"determinism_check": "none"},
     "policy": {"policy_fn": keep_products},
+    "policy as a value": {"policy_fn": policies.keep_matmuls() | policies.keep_random()},
+    "policy that counts": {"policy_fn": policies.keep_matmuls(every=2)},
+    "contexts of a policy": {"context_fn": policies.keep_matmuls(every=2).context_fn},
     "hooks not respected": {"respect_saved_tensors_hooks": False},
 }
 
@@ -50,6 +54,30 @@ def test_a_compiled_call_is_one_graph_with_the_plain_gradients(engine, same, bac
 
     def function(x, w):
         return engine.checkpoint(region, x.sin(), w, **OPTIONS[options]).exp()
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(grads(compiled, x, w), grads(lambda x, w: region(x.sin(), w).exp(), x, w))
+
+
+INLINE = {
+    "family": lambda: policies.keep_matmuls(every=2),
+    "operators": lambda: policies.keep(torch.ops.aten.bmm.default, MM, every=2),
+    "function": lambda: policies.keep_where(keep_products),
+    "combination": lambda: (policies.keep_matmuls(every=2) | policies.keep(MM)) - policies.keep_random(),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["policy_fn", "context_fn"])
+@pytest.mark.parametrize("policy", INLINE)
+def test_a_policy_made_inside_the_compiled_function(engine, policy, how, backend):
+    """Rule 22: made while tracing as well as before, without a graph break."""
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    make = INLINE[policy]
+
+    def function(x, w):
+        options = {"policy_fn": make()} if how == "policy_fn" else {"context_fn": make().context_fn}
+        return engine.checkpoint(region, x.sin(), w, **options).exp()
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     torch.testing.assert_close(grads(compiled, x, w), grads(lambda x, w: region(x.sin(), w).exp(), x, w))
@@ -146,7 +174,10 @@ def test_a_policy_has_its_effect_in_the_compiled_backward(engine):
         compiled(x, w).sum().backward()
         return seen[0]
 
+    none, one, two = {}, {"policy_fn": policies.keep_matmuls(every=2)}, {"policy_fn": policies.keep_matmuls()}
     assert products_of_backward(policy_fn=keep_products) < products_of_backward()
+    assert products_of_backward(**two) < products_of_backward(**one) <= products_of_backward(**none)
+    assert products_of_backward(context_fn=two["policy_fn"].context_fn) == products_of_backward(**two)
 
 
 def test_nothing_is_said_while_tracing(engine, caplog):

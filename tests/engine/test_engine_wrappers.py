@@ -367,10 +367,10 @@ def test_a_class_made_for_one_model_dies_with_it():
 
 def test_a_wrapped_module_in_another_process_state(same):
     """Rule 17: a model pickled wrapped is the same model when the wrapping class has yet to be made."""
-    import regrow.wrappers
+    import regrow.becoming
 
     blob = pickle.dumps(checkpoint_wrapper(Block()))
-    regrow.wrappers._subclasses.clear()
+    regrow.becoming._subclasses.clear()
     twin = pickle.loads(blob)
     assert isinstance(twin, Block)
     assert is_checkpointed(twin)
@@ -481,7 +481,7 @@ REFUSED = {
     "a bad option": (lambda: checkpoint_wrapper(Block(), early_stop=1), "early_stop must be True or False, got 1"),
     "no callable": (lambda: checkpoint_wrapper(3), "module_or_fn must be a module or a function, got 3"),
     "traced code": (lambda: checkpoint_wrapper(torch.fx.symbolic_trace(Block())), "whose forward is generated code"),
-    "wrapped already": (lambda: checkpoint_wrapper(checkpoint_wrapper(Block())), "checkpointed already"),
+    "wrapped already": (lambda: checkpoint_wrapper(checkpoint_wrapper(Block())), "is wrapped already"),
 }
 
 

@@ -32,6 +32,32 @@ def with_policy(module):
     return module
 
 
+class Once(nn.Module):
+    """A layer that counts its runs, with dropout inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return nn.functional.dropout(self.inner(x), 0.1)
+
+
+def counting():
+    module = blocks(dropout=0.1)
+    for block in module:
+        block.up = Once(block.up)
+    return module
+
+
+def with_regions(module):
+    for block in module:
+        regrow.checkpoint_exclude_wrapper(block.up)
+    return checkpointed(module)
+
+
 class Autocast(nn.Module):
     """A stage that computes in bfloat16."""
 
@@ -86,6 +112,7 @@ def frozen():
 
 VARIANTS = {
     "selective": (lambda: blocks(dropout=0.1), with_policy),
+    "regions": (counting, with_regions),
     "bfloat16": (lambda: Autocast(blocks()), checkpointed),
     "frozen": (frozen, checkpointed),
     "tied": (Tied, checkpointed),
@@ -103,6 +130,18 @@ def test_gradients_are_those_without_checkpoints(same, name, variant, options):
     oracle = make_pipeline(name, make) if variant == "tied" else plain(name, make)
     for step in range(2):
         same(pipeline.step(step), oracle.step(step))
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "DualPipeV", "1F1B"])
+@pytest.mark.parametrize("prefire", ["off", "on_any_wait"])
+def test_a_region_runs_once_per_micro_batch(name, prefire):
+    """Rules 26 and 28: the body once, the rest twice, on every schedule."""
+    pipeline = make_pipeline(name, counting, wrap=with_regions, prefire=prefire, keep="never")
+    pipeline.step()
+    for block in pipeline.blocks:
+        block.runs = block.up.runs = 0
+    pipeline.step(1)
+    assert all((block.runs, block.up.runs) == (2 * MICROBATCHES, MICROBATCHES) for block in pipeline.blocks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

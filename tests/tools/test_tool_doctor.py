@@ -9,7 +9,7 @@ import sys
 import torch
 
 from regrow import __version__
-from regrow._core import compat
+from regrow._core import private
 from tests.test_demo import typed
 
 
@@ -22,7 +22,7 @@ def test_it_says_versions_devices_internals_and_what_works():
     for line in (
         f"regrow {__version__}",
         "checkpoints all found",
-        f"in use {len(compat.internals)} private names",
+        f"in use {len(private.internals)} private names",
         "pipelines yes",
         "cpu the same, bit for bit",
     ):
@@ -34,7 +34,7 @@ def test_json_names_every_internal_with_its_reason():
     """Rule 23: for whoever compares two installations."""
     read = json.loads(typed("doctor", "--json").stdout)
     assert read["works"] is True
-    assert read["internals"] == compat.internals
+    assert read["internals"] == private.internals
     assert read["internals"]["torch._C._current_graph_task_id"] == "it tells backward calls apart"
     assert read["sections"]["available"]["pipelines"] == {"value": "yes", "good": True}
 

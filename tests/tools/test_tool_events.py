@@ -62,7 +62,7 @@ PROGRAMS = [plain_backward, repeated_backward, in_a_session, let_go_in_between]
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_call_has_at_most_six_events_however_many_tensors_it_saves(engine, heard, program):
-    """Rule 28: none for a tensor that is saved or read."""
+    """Rule 32: none for a tensor that is saved or read."""
     program(torch.randn(3, requires_grad=True), engine.checkpoint)
     per_call = Counter(event.call for event in heard if hasattr(event, "call"))
     assert len(per_call) == 1
@@ -70,7 +70,7 @@ def test_a_call_has_at_most_six_events_however_many_tensors_it_saves(engine, hea
 
 
 def test_the_life_of_a_call_is_told_in_order(engine, heard):
-    """Rule 28: forward, prefire, its end, and the death of the graph."""
+    """Rule 32: forward, prefire, its end, and the death of the graph."""
     in_a_session(torch.randn(3, requires_grad=True), engine.checkpoint)
     told = [type(event).__name__ for event in heard]
     assert told == [
@@ -83,7 +83,7 @@ def test_the_life_of_a_call_is_told_in_order(engine, heard):
 
 
 def test_a_line_of_the_user_opens_a_session(engine, heard):
-    """Rule 28: where it was opened, not where regrow noted it."""
+    """Rule 32: where it was opened, not where regrow noted it."""
     in_a_session(torch.randn(3, requires_grad=True), engine.checkpoint)
     (opened,) = [event for event in heard if isinstance(event, events.SessionOpened)]
     assert "test_tool_events.py:" in opened.where
@@ -92,7 +92,7 @@ def test_a_line_of_the_user_opens_a_session(engine, heard):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nothing_is_told_where_nobody_listens(engine, program):
-    """Rule 28: not one function of it runs."""
+    """Rule 32: not one function of it runs."""
     called = []
 
     def watch(frame, event, arg):
@@ -109,7 +109,7 @@ def test_nothing_is_told_where_nobody_listens(engine, program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_whoever_listens_changes_no_gradient_and_no_number_of_runs(engine, heard, program):
-    """Rule 28: the oracle is the same program with nobody listening."""
+    """Rule 32: the oracle is the same program with nobody listening."""
 
     def run(listening: bool) -> tuple[int, torch.Tensor]:
         runs = []
@@ -130,7 +130,7 @@ def test_whoever_listens_changes_no_gradient_and_no_number_of_runs(engine, heard
 
 
 def test_listeners_keep_nothing_alive(engine, heard, track, gc_off):
-    """Rule 28: events are numbers and words; what they tell of dies as if nobody heard."""
+    """Rule 32: events are numbers and words; what they tell of dies as if nobody heard."""
     x = torch.randn(3, requires_grad=True)
     with regrow.recompute_handle_collector_ctx() as handles:
         loss = engine.checkpoint(lambda t: track(track(t.sin()).exp()).cos(), x).sum()
@@ -145,7 +145,7 @@ def test_listeners_keep_nothing_alive(engine, heard, track, gc_off):
 
 
 def test_a_listener_that_raises_ends_nothing(engine, heard, caplog):
-    """Rule 28: it is logged, the others hear, the training goes on."""
+    """Rule 32: it is logged, the others hear, the training goes on."""
 
     def broken(event: events.Event) -> None:
         raise ZeroDivisionError("in a listener")

@@ -250,7 +250,7 @@ def code_at(line: str) -> str:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_report_names_operator_module_and_line(name):
-    """Rule 30: where the two executions part, in the user's own words."""
+    """Rule 34: where the two executions part, in the user's own words."""
     fault = FAULTS[name]
     error = refusal(fault, **checked(fault))
     assert error.label == f"block ({fault.part.__name__}.forward)"
@@ -264,7 +264,7 @@ def test_the_report_names_operator_module_and_line(name):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_likely_cause_comes_first(name):
-    """Rule 30: what there is evidence for, before what else it may be; all five are listed."""
+    """Rule 34: what there is evidence for, before what else it may be; all five are listed."""
     fault = FAULTS[name]
     error = refusal(fault, **checked(fault))
     assert len(error.causes) == 5
@@ -274,7 +274,7 @@ def test_the_likely_cause_comes_first(name):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_values_find_every_fault(name):
-    """Rule 30: without a listing, the report is as precise."""
+    """Rule 34: without a listing, the report is as precise."""
     fault = FAULTS[name]
     error = refusal(fault, determinism_check="values")
     assert fault.operator == error.operator
@@ -284,7 +284,7 @@ def test_values_find_every_fault(name):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_it_works_with_a_policy_and_with_a_context(name):
-    """Rules 16 and 30: the operators are seen whatever else looks at them."""
+    """Rules 16 and 34: the operators are seen whatever else looks at them."""
     fault = FAULTS[name]
     from contextlib import nullcontext
 
@@ -302,7 +302,7 @@ def test_it_works_with_a_policy_and_with_a_context(name):
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.check == "default"])
 def test_without_debug_the_line_is_named_where_a_saved_tensor_differs(name):
-    """Rule 30: the cheap check knows where the replay saved the first tensor that differs."""
+    """Rule 34: the cheap check knows where the replay saved the first tensor that differs."""
     fault = FAULTS[name]
     error = refusal(fault)
     assert error.operator is None
@@ -313,7 +313,7 @@ def test_without_debug_the_line_is_named_where_a_saved_tensor_differs(name):
 
 
 def test_an_input_that_is_changed_in_place_is_named_at_once():
-    """Rules 4 and 30: where its version moved, nothing runs again to find out."""
+    """Rules 4 and 34: where its version moved, nothing runs again to find out."""
     model = Model(ReadsInput)
     regrow.apply_checkpointing(model, ReadsInput)
     x, mask = inputs_of(ReadsInput)
@@ -330,7 +330,7 @@ def test_an_input_that_is_changed_in_place_is_named_at_once():
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=lambda dtype: str(dtype)[6:]
 )
 def test_a_function_that_repeats_itself_passes(engine, same, check, dtype):
-    """Rules 1 and 30: gradients are those of the plain call; nothing is reported."""
+    """Rules 1 and 34: gradients are those of the plain call; nothing is reported."""
     x = torch.randn(9, 9, dtype=dtype, requires_grad=True)
     w = torch.randn(9, 9, dtype=dtype)
 
@@ -348,7 +348,7 @@ def test_a_function_that_repeats_itself_passes(engine, same, check, dtype):
 
 
 def test_a_sample_finds_what_differs_everywhere(engine):
-    """Rule 30: and may miss what differs in few places; that is what it costs less for."""
+    """Rule 34: and may miss what differs in few places; that is what it costs less for."""
     x = torch.randn(4096, requires_grad=True)
     one_place = torch.zeros(4096)
     one_place[5] = 1e-3
@@ -368,7 +368,7 @@ def test_a_sample_finds_what_differs_everywhere(engine):
 
 
 def test_a_permutation_is_another_value(engine):
-    """Rule 30: the fingerprint knows where each element stands."""
+    """Rule 34: the fingerprint knows where each element stands."""
     x = torch.randn(6, requires_grad=True)
 
     def function(t):
@@ -380,7 +380,7 @@ def test_a_permutation_is_another_value(engine):
 
 
 def test_a_selective_policy_that_meets_another_operator_is_explained(engine):
-    """Rules 16 and 30: with the operators at hand, the report says where, not only which."""
+    """Rules 16 and 34: with the operators at hand, the report says where, not only which."""
     part = FlippedBranch()
     x = torch.randn(4, 8, requires_grad=True)
     loss = engine.checkpoint(part, x, debug=True, policy_fn=lambda ctx, op, *args, **kwargs: False).sum()
@@ -401,7 +401,7 @@ def test_values_keep_no_tensor(engine, track, gc_off):
 
 
 def test_prefires_are_compared_too(engine):
-    """Rules 11 and 30: the session holds nothing of a replay that is refused."""
+    """Rules 11 and 34: the session holds nothing of a replay that is refused."""
     part = FlippedBranch()
     x = torch.randn(4, 8, requires_grad=True)
     with regrow.recompute_handle_collector_ctx() as handles:

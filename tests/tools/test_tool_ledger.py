@@ -31,7 +31,7 @@ def collected(engine, block, x):
 
 
 def test_a_plain_backward_is_one_lazy_replay(engine, x):
-    """Rule 29: the oracle is the block's own count."""
+    """Rule 33: the oracle is the block's own count."""
     block = Block()
     with regrow.ledger() as ledger:
         engine.checkpoint(block, x).sum().backward()
@@ -40,7 +40,7 @@ def test_a_plain_backward_is_one_lazy_replay(engine, x):
 
 
 def test_a_backward_in_pieces_without_a_session_is_counted_and_warned_of(engine, x, caplog):
-    """Rule 29: one replay for each piece, as the block itself counts."""
+    """Rule 33: one replay for each piece, as the block itself counts."""
     block = Block()
     with caplog.at_level(logging.WARNING, "regrow.trace"), regrow.ledger() as ledger:
         loss = engine.checkpoint(block, x).sum()
@@ -53,7 +53,7 @@ def test_a_backward_in_pieces_without_a_session_is_counted_and_warned_of(engine,
 
 
 def test_one_function_is_warned_of_once(engine, x):
-    """Rule 29: a training of many steps says it in one line."""
+    """Rule 33: a training of many steps says it in one line."""
     with regrow.ledger() as ledger:
         for _ in range(3):
             loss = engine.checkpoint(torch.sin, x).sum()
@@ -64,7 +64,7 @@ def test_one_function_is_warned_of_once(engine, x):
 
 
 def test_a_prefire_that_backward_finds_is_in_time(engine, x):
-    """Rule 29: fired, read by two passes, replayed once in all."""
+    """Rule 33: fired, read by two passes, replayed once in all."""
     block = Block()
     with regrow.ledger() as ledger:
         loss, handle = collected(engine, block, x)
@@ -81,7 +81,7 @@ def test_a_prefire_that_backward_finds_is_in_time(engine, x):
 
 @pytest.mark.parametrize("ending", ["clear", "drop"])
 def test_a_prefire_that_nobody_reads_is_wasted(engine, x, ending):
-    """Rule 29: cleared, or its graph dropped."""
+    """Rule 33: cleared, or its graph dropped."""
     block = Block()
     with regrow.ledger() as ledger:
         loss, handle = collected(engine, block, x)
@@ -94,7 +94,7 @@ def test_a_prefire_that_nobody_reads_is_wasted(engine, x, ending):
 
 
 def test_a_prefire_that_backward_waits_for_is_late(engine, x):
-    """Rule 29: backward came while it ran, on another thread."""
+    """Rule 33: backward came while it ran, on another thread."""
     block = Block()
     reached, go_on = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_a_prefire_that_backward_waits_for_is_late(engine, x):
 
 
 def test_a_prefire_after_backward_had_replayed_is_late(engine, x):
-    """Rule 29: it does nothing any more."""
+    """Rule 33: it does nothing any more."""
     block = Block()
     with regrow.ledger() as ledger, regrow.recompute_session_ctx("s", retain_on_unpack=True):
         loss, handle = collected(engine, block, x)
@@ -140,7 +140,7 @@ def test_a_prefire_after_backward_had_replayed_is_late(engine, x):
 
 
 def test_bytes_are_those_of_the_storages_that_are_alive(engine, x):
-    """Rule 29: the oracle watches the block's own tensors, weakly; inputs and weights are not the replay's."""
+    """Rule 33: the oracle watches the block's own tensors, weakly; inputs and weights are not the replay's."""
     block = Block()
     with regrow.ledger() as ledger:
         loss, handle = collected(engine, block, x)
@@ -159,7 +159,7 @@ def test_bytes_are_those_of_the_storages_that_are_alive(engine, x):
 
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_the_peak_of_a_plain_backward_is_one_call_at_a_time(engine, x, retain_graph):
-    """Rule 29: each call's values are gone when the next is replayed, whether nodes die or only let go."""
+    """Rule 33: each call's values are gone when the next is replayed, whether nodes die or only let go."""
     blocks = [Block(seed=seed) for seed in range(4)]
     most = []
     for block in blocks:
@@ -174,7 +174,7 @@ def test_the_peak_of_a_plain_backward_is_one_call_at_a_time(engine, x, retain_gr
 
 
 def test_the_peak_of_a_session_is_all_that_it_holds(engine, x):
-    """Rule 29: prefired together, held together."""
+    """Rule 33: prefired together, held together."""
     blocks = [Block(seed=seed) for seed in range(3)]
     with regrow.ledger() as ledger:
         with regrow.recompute_handle_collector_ctx() as handles:
@@ -210,7 +210,7 @@ def told(**fields):
 
 
 def test_byte_seconds_are_bytes_times_time():
-    """Rule 29: 4 MiB for 2 s and 8 MiB for 1 s; the times are those of the events."""
+    """Rule 33: 4 MiB for 2 s and 8 MiB for 1 s; the times are those of the events."""
     second = 10**9
     with regrow.ledger() as ledger:
         events.emit(told())
@@ -236,7 +236,7 @@ def test_byte_seconds_are_bytes_times_time():
 
 
 def test_what_reads_let_go_is_told_with_the_next_replay():
-    """Rule 29: a replay counts in full until somebody looks again."""
+    """Rule 33: a replay counts in full until somebody looks again."""
     with regrow.ledger() as ledger:
         events.emit(told())
         events.emit(told(call=2, replay=2, held_bytes=MIB, ended_ns=2 * 10**9, shrunk=((1, MIB),)))
@@ -244,7 +244,7 @@ def test_what_reads_let_go_is_told_with_the_next_replay():
 
 
 def test_nested_calls_are_counted_as_their_functions_run(engine, x):
-    """Rules 15 and 29: forwards and replays of a function are its runs, whatever made them."""
+    """Rules 15 and 33: forwards and replays of a function are its runs, whatever made them."""
     inner = [Block(seed=1), Block(seed=2)]
     runs = []
 
@@ -262,7 +262,7 @@ def test_nested_calls_are_counted_as_their_functions_run(engine, x):
 
 
 def test_a_replay_that_fails_is_counted_and_holds_nothing(engine, x):
-    """Rules 11 and 29: the next one starts anew."""
+    """Rules 11 and 33: the next one starts anew."""
     block, fail = Block(), [True]
 
     def halfway(runs: int) -> None:
@@ -283,7 +283,7 @@ def test_a_replay_that_fails_is_counted_and_holds_nothing(engine, x):
 
 
 def test_a_session_that_is_never_cleared_is_warned_of_with_its_line(engine, x):
-    """Rule 29: its graph died, and nobody cleared it."""
+    """Rule 33: its graph died, and nobody cleared it."""
     with regrow.ledger() as ledger:
         loss, handle = collected(engine, Block(), x)
         regrow.recompute_handle(handle, ("micro_batch", 3))
@@ -295,7 +295,7 @@ def test_a_session_that_is_never_cleared_is_warned_of_with_its_line(engine, x):
 
 
 def test_a_session_that_is_used_anew_without_clear_is_warned_of_at_once(engine, x):
-    """Rule 29: not only when the ledger is left."""
+    """Rule 33: not only when the ledger is left."""
     with regrow.ledger() as ledger:
         for _ in range(2):
             loss, handle = collected(engine, Block(), x)
@@ -307,7 +307,7 @@ def test_a_session_that_is_used_anew_without_clear_is_warned_of_at_once(engine, 
 
 
 def test_clearing_after_the_last_pass_took_everything_is_clearing(engine, x):
-    """Rule 29: the session is gone when dw has freed the graph; the clear that follows is what it should be."""
+    """Rule 33: the session is gone when dw has freed the graph; the clear that follows is what it should be."""
     with regrow.ledger() as ledger:
         for _ in range(3):
             loss, handle = collected(engine, Block(), x)
@@ -320,7 +320,7 @@ def test_clearing_after_the_last_pass_took_everything_is_clearing(engine, x):
 
 
 def test_calls_have_an_index_by_function(engine, x):
-    """Rule 29: the second call of a block is its second micro-batch."""
+    """Rule 33: the second call of a block is its second micro-batch."""
     with regrow.ledger() as ledger:
         for _ in range(2):
             for function in (torch.sin, torch.cos):
@@ -342,7 +342,7 @@ def test_rows_are_bounded_and_sums_are_not(engine, x):
 
 
 def test_a_ledger_keeps_no_call_alive(engine, x, track, gc_off):
-    """Rule 28: what it has counted dies as if nobody had counted."""
+    """Rule 32: what it has counted dies as if nobody had counted."""
     with regrow.ledger() as ledger:
         loss = engine.checkpoint(lambda t: track(track(t.sin()).exp()).cos(), x).sum()
         loss.backward(retain_graph=True)
@@ -354,7 +354,7 @@ def test_a_ledger_keeps_no_call_alive(engine, x, track, gc_off):
 
 
 def test_two_ledgers_hear_the_same(engine, x):
-    """Rule 29: one may be opened inside the other."""
+    """Rule 33: one may be opened inside the other."""
     with regrow.ledger() as outer:
         engine.checkpoint(torch.sin, x).sum().backward()
         with regrow.ledger() as inner:
@@ -363,7 +363,7 @@ def test_two_ledgers_hear_the_same(engine, x):
 
 
 def test_threads_are_counted_together(engine):
-    """Rule 29: events come from several threads at once."""
+    """Rule 33: events come from several threads at once."""
     block = [Block(seed=seed) for seed in range(4)]
 
     def train(index: int) -> None:
@@ -382,7 +382,7 @@ def test_threads_are_counted_together(engine):
 
 @pytest.mark.parametrize(("retention", "n"), [("all", 1), ("needed", 1), ("none", 2)])
 def test_a_pipeline_is_counted_as_its_blocks_count_themselves(one_rank, retention, n):
-    """Rules 26 and 29: every block and micro-batch; nothing is left, nothing goes away uncleared."""
+    """Rules 26 and 33: every block and micro-batch; nothing is left, nothing goes away uncleared."""
     pipeline = make_pipeline(
         "InterleavedZeroBubble",
         wrap=lambda module: regrow.apply_checkpointing(module, lambda name, _: name in {"0", "1"}) and module,
@@ -403,7 +403,7 @@ def test_a_pipeline_is_counted_as_its_blocks_count_themselves(one_rank, retentio
 
 
 def test_the_summary_is_a_table_with_units(engine, x):
-    """Rule 29: one line for each function, one for all, and the warnings."""
+    """Rule 33: one line for each function, one for all, and the warnings."""
     with regrow.ledger() as ledger:
         loss, handle = collected(engine, Block(), x)
         regrow.recompute_handle(handle, "s")
@@ -419,7 +419,7 @@ def test_the_summary_is_a_table_with_units(engine, x):
 
 
 def test_the_summary_goes_to_stdout_by_itself(engine, x, capsys):
-    """Rule 29: `l.summary()` prints."""
+    """Rule 33: `l.summary()` prints."""
     with regrow.ledger() as ledger:
         engine.checkpoint(torch.sin, x).sum().backward()
     ledger.summary()
@@ -427,7 +427,7 @@ def test_the_summary_goes_to_stdout_by_itself(engine, x, capsys):
 
 
 def test_json_has_every_row(engine, x):
-    """Rule 29: for whoever draws or compares."""
+    """Rule 33: for whoever draws or compares."""
     with regrow.ledger() as ledger:
         engine.checkpoint(Block(), x).sum().backward()
     read = json.loads(ledger.to_json())

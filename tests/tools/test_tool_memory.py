@@ -26,7 +26,7 @@ def collected(engine, block, x, **options):
 
 
 def test_a_call_holds_its_input_and_a_generator_state(engine, x):
-    """Rule 29: until its graph dies."""
+    """Rule 33: until its graph dies."""
     loss, _ = collected(engine, Block(), x)
     held = regrow.memory_report()
     assert held.bytes_by("kind") == {"input": x.untyped_storage().nbytes(), "generator state": RNG_BYTES}
@@ -35,7 +35,7 @@ def test_a_call_holds_its_input_and_a_generator_state(engine, x):
 
 
 def test_a_session_holds_what_it_replayed(engine, x):
-    """Rule 29: the oracle watches the block's own tensors; weights, saved again, are not the session's."""
+    """Rule 33: the oracle watches the block's own tensors; weights, saved again, are not the session's."""
     block = Block()
     loss, handle = collected(engine, block, x)
     regrow.recompute_handle(handle, ("micro_batch", 1))
@@ -49,7 +49,7 @@ def test_a_session_holds_what_it_replayed(engine, x):
 
 
 def test_storages_count_once(engine):
-    """Rule 29: views of one storage, and calls that share their input."""
+    """Rule 33: views of one storage, and calls that share their input."""
     x = torch.randn(64, requires_grad=True)
 
     def views(t):
@@ -69,7 +69,7 @@ def test_storages_count_once(engine):
 
 
 def test_what_a_policy_keeps_shows_as_kept(engine):
-    """Rule 29: it belongs to the call, and a replay that is served it holds nothing more."""
+    """Rule 33: it belongs to the call, and a replay that is served it holds nothing more."""
     x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def function(t):
@@ -87,7 +87,7 @@ def test_what_a_policy_keeps_shows_as_kept(engine):
 
 
 def test_modules_are_named_by_their_path(engine, x):
-    """Rule 29: as `apply_checkpointing` knows them."""
+    """Rule 33: as `apply_checkpointing` knows them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()
     regrow.apply_checkpointing(model, lambda name, _: name in {"0", "1"}, use_reentrant=engine.use_reentrant)
     loss = model(x).sum()
@@ -96,7 +96,7 @@ def test_modules_are_named_by_their_path(engine, x):
 
 
 def test_a_report_keeps_and_replays_nothing(engine, x, track, gc_off):
-    """Rule 28: numbers and words alone."""
+    """Rule 32: numbers and words alone."""
     runs = []
 
     def function(t):
@@ -113,7 +113,7 @@ def test_a_report_keeps_and_replays_nothing(engine, x, track, gc_off):
 
 
 def test_a_graph_without_checkpoints_is_what_its_nodes_saved():
-    """Rule 29: the oracle is what saved-tensor hooks see."""
+    """Rule 33: the oracle is what saved-tensor hooks see."""
     x = torch.randn(16, 16, requires_grad=True)
     layer = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32))
     seen: dict[int, int] = {}
@@ -133,7 +133,7 @@ def test_a_graph_without_checkpoints_is_what_its_nodes_saved():
 
 
 def test_a_graph_with_checkpoints_holds_inputs_and_what_was_replayed(engine, x):
-    """Rule 29: dropped activations do not show, regrown ones do; other nodes are listed next to them."""
+    """Rule 33: dropped activations do not show, regrown ones do; other nodes are listed next to them."""
     block = Block()
     loss, handle = collected(engine, block, x)
     root = loss.square()
@@ -146,7 +146,7 @@ def test_a_graph_with_checkpoints_holds_inputs_and_what_was_replayed(engine, x):
 
 
 def test_a_graph_that_was_used_holds_nothing(x):
-    """Rule 29: backward freed it."""
+    """Rule 33: backward freed it."""
     loss = x.sin().exp().sum()
     assert regrow.saved_tensors_report(loss).total_bytes == 2 * x.nbytes
     loss.backward()
@@ -154,14 +154,14 @@ def test_a_graph_that_was_used_holds_nothing(x):
 
 
 def test_what_hooks_packed_shows_as_packed(x):
-    """Rule 29: values that were moved away are where they are now."""
+    """Rule 33: values that were moved away are where they are now."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone(), "extra"], lambda packed: packed[0]):
         loss = x.sin().sum()
     assert regrow.saved_tensors_report(loss).bytes_by("kind") == {"packed": x.nbytes}
 
 
 def test_custom_functions_show_what_they_saved(x):
-    """Rule 29: through `save_for_backward`."""
+    """Rule 33: through `save_for_backward`."""
 
     class Cube(torch.autograd.Function):
         @staticmethod
@@ -178,13 +178,13 @@ def test_custom_functions_show_what_they_saved(x):
 
 
 def test_several_losses_are_one_graph(x):
-    """Rule 29: a node that both reach counts once."""
+    """Rule 33: a node that both reach counts once."""
     y = x.exp()
     assert regrow.saved_tensors_report(y.sum(), y.mean()).total_bytes == x.nbytes
 
 
 def test_reports_are_tables_and_json(engine, x):
-    """Rule 29: largest first, units, the sum at the end."""
+    """Rule 33: largest first, units, the sum at the end."""
     loss, _ = collected(engine, Block(), x)
     held = regrow.memory_report()
     lines = str(held).splitlines()

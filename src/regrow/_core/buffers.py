@@ -29,6 +29,9 @@ _NORMS = (
     nn.InstanceNorm3d,
 )
 
+# What a buffer is, and its version.
+Mark = tuple[torch.Tensor | None, int]
+Copied = list[tuple[nn.Module, str, torch.Tensor]]
 Found = list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
 
 
@@ -144,6 +147,18 @@ class Buffers:
         if self._lazy:
             self._after_first_forward()
 
+    def marks(self) -> list[Mark]:
+        """How far each has come, to ask later what has moved since."""
+        return [(buffer.here(), _version(buffer.here())) for buffer in self._all]
+
+    def moved_since(self, marks: list[Mark]) -> Copied:
+        """Copies of the buffers of modules of which one has moved since."""
+        pairs = list(zip(self._all, self.marks(), marks, strict=True))
+        moved = {id(buffer.module) for buffer, now, then in pairs if now[0] is not then[0] or now[1] != then[1]}
+        found = [(buffer, now[0]) for buffer, now, _ in pairs if id(buffer.module) in moved and now[0] is not None]
+        copied = _copied([tensor for _, tensor in found if tensor is not None])
+        return [(buffer.module, buffer.name, copy) for (buffer, _), copy in zip(found, copied, strict=True)]
+
     def owners(self) -> list[int]:
         """The ids of the modules that have some."""
         return list(self._nones)
@@ -181,11 +196,22 @@ class Buffers:
         self._all += fresh
 
 
+def put_copies(wanted: Copied) -> None:
+    """Give modules, for the time of a replay, copies of their buffers as they once were."""
+    copied = _copied([tensor for _, _, tensor in wanted])
+    for (module, name, _), copy in zip(wanted, copied, strict=True):
+        module._buffers[name] = copy
+
+
 def put_back(found: Found) -> None:
     """Give modules the buffers that a replay found."""
     for module, there in found:
         module._buffers.clear()
         module._buffers.update(there)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return compat.NO_VERSION if tensor is None else compat.version_of(tensor)
 
 
 def _keep(buffers: list[Buffer]) -> None:

@@ -5,36 +5,21 @@ A name that is missing is found here, when regrow is first used, and named with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-_OUR_HOOKS = ("regrow._engines.hooks.pack", "regrow._engines.hooks.refill")
+from regrow._core.private import ask
+
+_OUR_HOOKS = ("regrow._engines.hooks.pack", "regrow._engines.hooks.refill", "regrow._core.regions")
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-# Every private name that was asked for, and why.
-internals: dict[str, str] = {}
-
-
-def _private(module: str, path: str, why: str) -> Any:
-    internals[f"{module}.{path}"] = why
-    found: Any = import_module(module)
-    try:
-        for part in path.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise ImportError(
-            f"regrow needs {module}.{path} ({why}), which torch {torch.__version__} does not have. "
-            "Install a torch version in the range that regrow declares, or report this version."
-        ) from None
-    return found
-
+_private = ask
 
 # Grad mode without the object that torch.set_grad_enabled makes: it is set twice per replay.
 # Deleted if that object becomes cheap.
@@ -126,6 +111,17 @@ _pytree_nodes: dict[Any, Any] = _private("torch.utils._pytree", "SUPPORTED_NODES
 # What an operator in a selective policy can be. Deleted by a public name of either class.
 OpOverload: Any = _private("torch._ops", "OpOverload", "selective policies name operators")
 HigherOrderOperator: Any = _private("torch._ops", "HigherOrderOperator", "selective policies name operators")
+
+# A tensor subclass that has a shape and no memory. Deleted by a public constructor of such tensors.
+tensor_without_storage: Callable[..., Any] = _private(
+    "torch", "Tensor._make_wrapper_subclass", "it stands for what a SAVE region did not keep"
+)
+
+# Torch's own selective contexts, which count the operators of both runs and cannot go around one.
+# Deleted by a public class of them.
+TorchSelectiveMode: Any = _private(
+    "torch.utils.checkpoint", "_CachingTorchDispatchMode", "SAVE regions do not mix with torch's selective contexts"
+)
 
 # Which symbolic length belongs to the offsets of a jagged tensor. Deleted by a public way to share the length.
 _ragged_sizes: Any = _private(
@@ -230,6 +226,18 @@ def user_hooks() -> Hooks | None:
     if hooks is None or getattr(hooks[0], "__module__", "") in ("torch.utils.checkpoint", *_OUR_HOOKS):
         return None
     return hooks
+
+
+def user_hooks_below() -> Hooks | None:
+    """As `user_hooks`, of the hooks under the innermost ones."""
+    top = surrounding_hooks()
+    if top is None:
+        return None
+    pop_hooks()
+    try:
+        return user_hooks()
+    finally:
+        push_hooks(*top)
 
 
 def save_tensor(tensor: torch.Tensor) -> tuple[Any, Any]:
@@ -369,6 +377,13 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
 def is_ragged(size: object) -> bool:
     """Whether a size is the symbolic length of a jagged tensor. Deleted by a public query."""
     return isinstance(size, torch.SymInt) and bool(size.node.is_nested_int())
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are the same. A jagged length is a new symbol at every construction, so any two match."""
+    return len(one) == len(other) and all(
+        (is_ragged(a) and is_ragged(b)) or bool(a == b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def with_ragged_size(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -18,6 +18,7 @@ from regrow import errors
 from regrow._core import ambient, compat, devices
 
 _cpu_generator = torch.default_generator
+_CPU = torch.device("cpu")
 _on_cpu = attrgetter("is_cpu")
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -67,6 +68,10 @@ class Environment:
         """Refuse a device that was first used inside forward."""
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):
             raise RuntimeError(errors.device_woke_up(label, self.sleeping))
+
+    def rng_devices(self) -> list[torch.device]:
+        """The devices whose generators a replay rewinds."""
+        return [] if self.cpu_rng is None else [_CPU, *(device for device, _ in self.device_rng)]
 
     def differs_from(self, here: tuple[Any, ...]) -> bool:
         """Whether anything but RNG and grad mode is not here as it was in forward."""

@@ -81,16 +81,46 @@ class StateChangedError(CheckpointError):
         self.rebound = rebound
 
 
-class ValueChangedError(CheckpointError):
-    """A tensor saved for backward was overwritten after the replay saved it.
+class RegionError(CheckpointError):
+    """A replay cannot go around a SAVE region.
 
     Attributes:
-        index: which saved tensor, in the order forward saved them.
+        region: the function or module that is the region.
     """
 
     __module__ = "regrow"
 
-    def __init__(self, label: str, index: int) -> None:
+    def __init__(self, message: str, *, label: str, region: str) -> None:
+        super().__init__(message, label=label)
+        self.region = region
+
+
+class PlaceholderError(CheckpointError):
+    """The values of a SAVE region's output were asked for in a replay, but ``save_output=False`` does not keep them.
+
+    Attributes:
+        region: the function or module that is the region.
+        operator: what asked.
+    """
+
+    __module__ = "regrow"
+
+    def __init__(self, region: str, operator: str) -> None:
+        super().__init__(errors.misused_placeholder(region, operator), label=region)
+        self.region = region
+        self.operator = operator
+
+
+class ValueChangedError(CheckpointError):
+    """A tensor saved for backward was overwritten after the replay saved it.
+
+    Attributes:
+        index: which saved tensor, in the order forward saved them; None if a SAVE region kept it.
+    """
+
+    __module__ = "regrow"
+
+    def __init__(self, label: str, index: int | None) -> None:
         super().__init__(errors.changed_value(label, index), label=label)
         self.index = index
 

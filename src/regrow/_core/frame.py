@@ -21,7 +21,11 @@ from regrow._core.lifecycle import Reason, Replay
 if TYPE_CHECKING:
     import torch
 
+    from regrow._core import compat
+    from regrow._core.environment import Environment
+    from regrow._core.regions import Entry
     from regrow._core.session import Session, Unread
+    from regrow._core.state import State
 
 # Whose replay it is: a session, the id of a graph task, or an object of its own for a read outside backward.
 Owner = Any
@@ -54,12 +58,27 @@ class Frame(ABC):
         lock: held while the call is replayed, never together with the control lock.
         inner: the calls that forward of this one made, weakly, in order; None if it made none.
         number: how it is told of; 0 until somebody listens.
+        around: while forward runs, the call whose forward made this one.
+        regions: the SAVE regions that forward reached, in order; None if it reached none.
+        outer: the replay that made this call; None for a call of forward.
+        environment: what surrounded forward.
+        respects_hooks: whether what is kept for replays passes through the user's saved-tensor hooks.
+        foreign_contexts: whether torch's own selective contexts are around the function.
+        state: what the function reaches and forward may have changed; None if it reaches nothing.
     """
+
+    environment: Environment
 
     # On the class, and set only where it differs: a call pays for each field of its own.
     bound: Session | None = None
     inner: list[weakref.ref[Frame]] | None = None
     number = 0
+    around: Frame | None = None
+    regions: list[Entry] | None = None
+    outer: Replay | None = None
+    respects_hooks: bool = True
+    foreign_contexts: bool = False
+    state: State | None = None
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -82,6 +101,14 @@ class Frame(ABC):
             if frame.inner is not None:
                 found += [inner for inner in (place() for place in frame.inner) if inner is not None]
         return found
+
+    @abstractmethod
+    def hooks(self) -> compat.Hooks:
+        """The hooks that save a tensor for what replays bring back."""
+
+    @abstractmethod
+    def position(self) -> int:
+        """How many tensors forward has saved so far."""
 
     @abstractmethod
     def prefire(self, session: Session) -> None:

@@ -18,12 +18,14 @@ class Here:
         reading: the replay that is bringing its inputs back, perhaps out of a call around it.
         forward: the innermost checkpointed call whose forward runs.
         plain: calls are plain ones here, and leave no frame.
+        region: the SAVE region that runs, or is gone around, here.
     """
 
     replay: Replay | None = None
     reading: Replay | None = None
     forward: Any = None
     plain: bool = False
+    region: Any = None
 
 
 class _Thread(threading.local):
@@ -47,9 +49,13 @@ def plain_calls() -> Iterator[None]:
         here.plain = before
 
 
-def place() -> tuple[int, Replay | None]:
-    """Where code runs: one value per execution of a function, others for replays inside it and for engine threads."""
-    return threading.get_ident(), thread.here.replay
+def place() -> tuple[int, Replay | None, Any]:
+    """Where code runs: one value per execution of a function, others for what is not part of both runs of it.
+
+    That is: replays and SAVE regions inside it, and threads of the engine.
+    """
+    here = thread.here
+    return threading.get_ident(), here.replay, here.region
 
 
 def is_recomputing() -> bool:

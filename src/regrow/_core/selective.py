@@ -9,6 +9,7 @@ replay that skips them would read values nobody made. They are not in the list, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,14 @@ _CAST: Any = torch.ops.aten._to_copy.default
 Policy = Callable[..., CheckpointPolicy | bool]
 
 
+class FreshPolicy(ABC):
+    """A policy that begins anew for every call, so that what it counts is of that call alone."""
+
+    @abstractmethod
+    def begin(self) -> Policy:
+        """The policy function of one call."""
+
+
 class Keep(TorchDispatchMode):
     """The mode of forward."""
 
@@ -38,6 +47,7 @@ class Keep(TorchDispatchMode):
     def __init__(self, policy: Policy, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy = policy
+        self._ask: Policy = policy.begin() if isinstance(policy, FreshPolicy) else policy
         self._kept = kept
         self._here: object = None
 
@@ -59,7 +69,7 @@ class Keep(TorchDispatchMode):
         kwargs = kwargs or {}
         if replaying.place() != self._here:
             return func(*args, **kwargs)
-        if _runs_always(func):
+        if runs_always(func):
             self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -68,7 +78,7 @@ class Keep(TorchDispatchMode):
             return out
         entry = Entry(func, _parameter(func, args))
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
-        if _keeps(self.policy(context, func, *args, **kwargs), func):
+        if keeps(self._ask(context, func, *args, **kwargs), func):
             entry.kept = map_leaves(out, self._kept.keep)
             entry.drawn = _generator_after(func, out, kwargs)
         entries.append(entry)
@@ -108,7 +118,7 @@ class Recall(TorchDispatchMode):
         kwargs = kwargs or {}
         if replaying.place() != self._here:
             return func(*args, **kwargs)
-        if _runs_always(func):
+        if runs_always(func):
             self._kept.protect(func, args, kwargs)
             return func(*args, **kwargs)
         entry = self._find(func, args) if self._entries is not None else None
@@ -132,7 +142,7 @@ class Recall(TorchDispatchMode):
             index += 1  # forward cast a parameter that autocast still remembers here
         if parameter is not None:
             return None  # autocast remembered this cast in forward
-        if _tensorless(func) or not self._kept.complete:
+        if tensorless(func) or not self._kept.complete:
             return None  # it is in no list, or forward has not come that far
         ran = str(entries[self._next].func) if self._next < len(entries) else "nothing"
         raise CheckpointError(
@@ -185,19 +195,25 @@ def _policy_of(policy_fn_or_list: Policy | list[Any]) -> Policy:
     return policy_fn_or_list
 
 
+def check_operators(name: str, operators: Sequence[Any]) -> None:
+    """Refuse what is no operator."""
+    for op in operators:
+        if not isinstance(op, (compat.OpOverload, compat.HigherOrderOperator)):
+            overload = f" Name an overload, such as {op}.default." if hasattr(op, "overloads") else ""
+            raise ValueError(f"{name}: {op!r} is no OpOverload but {type(op).__name__}.{overload}")
+
+
 class _ListPolicy:
     def __init__(self, operators: list[Any]) -> None:
-        for op in operators:
-            if not isinstance(op, (compat.OpOverload, compat.HigherOrderOperator)):
-                overload = f" Name an overload, such as {op}.default." if hasattr(op, "overloads") else ""
-                raise ValueError(f"policy_fn_or_list: {op!r} is no OpOverload but {type(op).__name__}.{overload}")
+        check_operators("policy_fn_or_list", operators)
         self._operators = frozenset(operators)
 
     def __call__(self, ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keeps(answer: object, func: Any) -> bool:
+def keeps(answer: object, func: Any) -> bool:
+    """Whether the answer of a policy is to keep; ValueError for one that cannot be honoured."""
     if isinstance(answer, bool):
         return answer
     if isinstance(answer, CheckpointPolicy) and answer in _KEEP | _RUN:
@@ -210,7 +226,8 @@ def _keeps(answer: object, func: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _runs_always(func: Any) -> bool:
+def runs_always(func: Any) -> bool:
+    """Whether an operator returns an alias or writes into an argument, and so is never kept."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
@@ -218,7 +235,8 @@ def _runs_always(func: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _tensorless(func: Any) -> bool:
+def tensorless(func: Any) -> bool:
+    """Whether an operator returns no tensor, and so is never kept."""
     schema = getattr(func, "_schema", None)
     return schema is not None and not any("Tensor" in str(value.type) for value in schema.returns)
 

@@ -36,6 +36,7 @@ class State:
     """What one call reaches, as it was in forward.
 
     Attributes:
+        buffers: those of the modules it reaches.
         own: ids of the parameters and captured tensors that forward itself wrote into.
 
     Memory: holds modules and parameters, copies of small buffers, and of large ones that forward changes, until the
@@ -43,7 +44,6 @@ class State:
     """
 
     __slots__ = (
-        "_buffers",
         "_captured",
         "_children",
         "_generators",
@@ -54,6 +54,7 @@ class State:
         "_parameters",
         "_requires_grad",
         "_versions",
+        "buffers",
         "own",
     )
 
@@ -63,7 +64,7 @@ class State:
         self._names = reached.names
         self._modules = _modules(reached)
         self._modes = list(map(_training, self._modules))
-        self._buffers = Buffers(self._modules)
+        self.buffers = Buffers(self._modules)
         self._children = [(module, dict(module._modules)) for module in self._modules if module._modules]
         self._parameters = _parameters(self._modules)
         self._requires_grad = list(map(_requires_grad, self._parameters))
@@ -75,9 +76,19 @@ class State:
         self._generators = [(generator, generator.get_state()) for generator in reached.generators.values()]
         self.own: set[int] = set()
 
+    def generators(self) -> list[torch.Generator]:
+        """The generators that a replay rewinds."""
+        return [generator for generator, _ in self._generators]
+
+    def is_sharded(self) -> bool:
+        """Whether shards stand where forward had whole parameters: a replay cannot run until they are gathered."""
+        here = _parameters(self._modules)
+        then = set(map(id, self._parameters))
+        return any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
+
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""
-        self._buffers.after_forward()
+        self.buffers.after_forward()
         self.own = set(map(id, self._changed()))
 
     def begin(self, replay: Replay, function: Callable[..., Any], *, complete: bool) -> Begun:
@@ -92,11 +103,11 @@ class State:
             StateChangedError: a name stands for another module now. What else was changed is watched.
         """
         everything = turns.any_taken() or list(map(_training, self._modules)) != self._modes
-        wanted = map(id, self._modules) if everything else self._buffers.owners()
+        wanted = map(id, self._modules) if everything else self.buffers.owners()
         begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
         try:
             begun.children = _swap_children(self._children)
-            stale = self._buffers.stale()
+            stale = self.buffers.stale()
             gone = (buffer.here() for buffer in stale if buffer.start is None)
             lost = [tensor for tensor in gone if tensor is not None]
             if complete:
@@ -117,7 +128,7 @@ class State:
             begun.put_back()
 
     def _set(self, begun: Begun, stale: list[Buffer]) -> None:
-        begun.buffers = self._buffers.place(stale)
+        begun.buffers = self.buffers.place(stale)
         if begun.modes != self._modes:
             _set_modes(self._modules, self._modes)
         if begun.requires_grad != self._requires_grad:

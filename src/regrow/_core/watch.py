@@ -54,7 +54,7 @@ class Watch(TorchDispatchMode):
         """A pack hook that looks at what the replay saves: the last operator saves and never runs."""
 
         def watched(tensor: torch.Tensor) -> Any:
-            self._look_at([tensor])
+            self.look_at([tensor])
             return pack(tensor)
 
         return watched
@@ -65,10 +65,11 @@ class Watch(TorchDispatchMode):
         """Run the operator unless it reads what was changed."""
         kwargs = kwargs or {}
         if not _reads_nothing(func):
-            self._look_at(trees.tensors_in([args, kwargs]))
+            self.look_at(trees.tensors_in([args, kwargs]))
         return func(*args, **kwargs)
 
-    def _look_at(self, tensors: list[torch.Tensor]) -> None:
+    def look_at(self, tensors: list[torch.Tensor]) -> None:
+        """Refuse the replay if one of these was changed."""
         changed = _names_among(self._changed, tensors)
         rebound = _names_among(self._rebound, tensors)
         if changed or rebound:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from regrow.policies import Policy
+
 
 def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     """Call torch's non-reentrant checkpoint with regrow's options in torch's words."""
     context_fn, policy_fn = options.pop("context_fn"), options.pop("policy_fn")
     options.pop("respect_saved_tensors_hooks")  # what a policy keeps is decided by the compiler there
-    if policy_fn is not None:
+    if isinstance(policy_fn, Policy):
+        context_fn = policy_fn.context_fn
+    elif policy_fn is not None:
         context_fn = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy_fn)
     if context_fn is not None:
         options["context_fn"] = context_fn

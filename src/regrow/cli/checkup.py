@@ -132,8 +132,8 @@ def _internals(names: dict[str, str]) -> Iterator[Finding]:
     """The private names behind each part; the first that is missing ends it."""
     for part, home in (("checkpoints", "regrow._core.compat"), ("pipelines", "regrow.pipelining._compat")):
         yield _attempt(part, lambda home=home: import_module(home), "all found")  # type: ignore[misc]
-    compat = sys.modules.get("regrow._core.compat")
-    names.update({} if compat is None else compat.internals)
+    private = sys.modules.get("regrow._core.private")
+    names.update({} if private is None else private.internals)
     yield Finding("in use", counted(len(names), "private name"))
 
 

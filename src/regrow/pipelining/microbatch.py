@@ -45,10 +45,11 @@ class MicroBatch:
             yield
         self._handles = handles
 
-    def prefire(self, limit: float | None) -> None:
+    def prefire(self, limit: float | None, *, carrier: bool) -> None:
         """Replay now, deepest call first, which backward reads first. A second time it does nothing.
 
         Args:
+            carrier: whether to replay inside a backward of its own, as FSDP2 wants it.
             limit: bytes that may be held; None for one call. A site that was never measured counts as the largest that
                 was, and as nothing if none was.
         """
@@ -60,7 +61,7 @@ class MicroBatch:
             known = self._sites.bytes_of(index, frame)
             if limit is not None and held + (largest if known is None else known) > limit:
                 return
-            recompute_handle(self._handles[index], self)
+            recompute_handle(self._handles[index], self, carrier=carrier)
             if limit is None:
                 return
             taken = self._sites.measure(index, frame, frame.bound) if known is None else known

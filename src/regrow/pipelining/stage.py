@@ -108,15 +108,15 @@ class PipelineStage(TorchStage):
         """Replay the calls of a micro-batch before its backward.
 
         Args:
-            microbatch: its number; one without calls, or whose backward has begun, is left alone, and so is a stage
-                that FSDP shards.
+            microbatch: its number; one without calls, or whose backward has begun, is left alone.
             full: whether the backward to come is a full one, which ``prefire_bytes`` bounds. Of the first stage it
                 always is: it computes nothing in dx, and all in dw.
         """
         waiting = self._microbatches.get(microbatch)
-        if waiting is None or microbatch in self._begun or isinstance(self.submod, _compat.FSDPModule):
-            return  # outside of backward, FSDP would take the replay for a forward
-        waiting.prefire(self.plan.prefire_bytes if full or self.is_first else float("inf"))
+        if waiting is None or microbatch in self._begun:
+            return
+        limit = self.plan.prefire_bytes if full or self.is_first else float("inf")
+        waiting.prefire(limit, carrier=isinstance(self.submod, _compat.FSDPModule))
 
     def is_due(self, microbatch: int) -> bool:
         """Whether a micro-batch's backward is still to come."""

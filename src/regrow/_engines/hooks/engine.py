@@ -29,6 +29,14 @@ from regrow._engines.hooks.unpack import make_unpack
 DEFAULTS = Options()  # what nearly every call has
 
 
+class Call(HooksFrame):
+    """The frame with the hooks of its forward."""
+
+    def hooks(self) -> compat.Hooks:
+        """The hooks of forward, for what else saves tensors in its name."""
+        return make_pack(self), make_unpack(self)
+
+
 def run(
     function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
@@ -50,12 +58,12 @@ def run(
         output = _forward(frame, contexts, args, kwargs)
         if environment.sleeping is not None:
             environment.check_devices(label)
+        frame.after_forward()
     except BaseException:
         _discard(frame, entry)
         raise
     finally:
         here.forward = around
-    frame.after_forward()
     if not slots.live_count(frame.saved):
         _leave_nothing(frame, entry, output)
     elif began_ns:
@@ -73,7 +81,9 @@ def _frame(
 ) -> HooksFrame:
     tensors, template = trees.flatten(args, kwargs)
     environment = Environment(tensors, preserve_rng=options.preserve_rng_state)
-    frame = HooksFrame(function, label, Inputs(tensors, template), environment, options)
+    frame = Call(function, label, Inputs(tensors, template), environment, options)
+    if here.forward is not None:
+        frame.around = here.forward
     if here.replay is not None:
         frame.outer = here.replay
     elif here.forward is not None:
@@ -108,9 +118,13 @@ def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManag
     pairs: list[tuple[Any, Any]] = []
     if options.context_fn is not None:
         pairs.append(arguments.check_pair(options.context_fn(), options.context_fn))
+        if isinstance(pairs[0][0], compat.TorchSelectiveMode):
+            frame.foreign_contexts = True
     if options.policy_fn is not None:
         pairs.append(create_selective_checkpoint_contexts(options.policy_fn))
-    hooks = None if options.respect_saved_tensors_hooks is False else compat.user_hooks()
+    if options.respect_saved_tensors_hooks is False:
+        frame.respects_hooks = False
+    hooks = compat.user_hooks() if frame.respects_hooks else None
     for index, (forward, replay) in enumerate(pairs):
         if isinstance(forward, Keep) and isinstance(replay, Recall):
             kept = Kept(frame.label, hooks, preserve_rng=options.preserve_rng_state)

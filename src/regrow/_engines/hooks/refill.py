@@ -12,6 +12,7 @@ import torch
 
 from regrow._core import compat
 from regrow._core.frame import Owner
+from regrow._core.watch import Watch
 from regrow._engines.hooks import slots
 from regrow._engines.hooks.mismatch import Difference, Place, same_but_for_ragged
 from regrow._engines.hooks.slots import Saved
@@ -25,6 +26,7 @@ class Refill:
         wanted: how many tensors to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
         place: where the first of them was saved, or the first one too many.
+        watch: to look at what is saved without an operator; None if nothing was changed since forward.
     """
 
     # On the class, and set only where they come to differ.
@@ -34,6 +36,7 @@ class Refill:
     _rows: Iterator[Saved] = iter(())
     differences: tuple[Difference, ...] = ()
     place: Place | None = None
+    watch: Watch | None = None
 
     def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
         """Prepare a replay on this thread.
@@ -89,6 +92,24 @@ class Refill:
             return value
 
         return pack
+
+    def fill(self, value: torch.Tensor) -> None:
+        """The next saved tensor, where no operator saves it."""
+        row = next(self._rows, None)
+        if row is None:
+            row = self._saved[self._unwatched + self._last_count]
+            self._last_count += 1
+        slot = row[0]()
+        if slot is not None:
+            if self.watch is not None:
+                self.watch.look_at([value])
+            jagged = row[1] is not None and value.shape != row[1]
+            slots.put(slot, self._owner, self._reconcile(row, value, value) if jagged else value)
+
+    def stop_if_back(self) -> None:
+        """Stop here, between operators, if every tensor that is wanted is back."""
+        if self._stop_depth is not None and self.count() >= self.wanted:
+            raise Stop
 
     def count(self) -> int:
         """How many tensors the replay has saved."""

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from regrow._core import compat, events, replaying, telling
+from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
+from regrow._core.regions import Walk, check_after_forward
 from regrow._core.session import Session
-from regrow._core.state import State as ReachedState
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.mismatch import Evidence
@@ -56,8 +57,6 @@ class HooksFrame(Frame):
         evidence: what explains a mismatch, with ``debug`` and where values are compared.
         cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
         closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
-        state: what the function reaches and forward may have changed; None if it reaches nothing.
-        outer: the replay that made this call; None for a call of forward.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
@@ -67,8 +66,6 @@ class HooksFrame(Frame):
     evidence: Evidence | None = None
     cells: list[Any] | None = None
     closure: Closure | None = None
-    state: ReachedState | None = None
-    outer: Replay | None = None
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -83,6 +80,9 @@ class HooksFrame(Frame):
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
+        self.around = None
+        if self.regions is not None:
+            check_after_forward(self)
         self.inputs.check_after_forward()
         if self.state is not None:
             self.state.after_forward()
@@ -91,13 +91,21 @@ class HooksFrame(Frame):
             self.cells = None
         self.complete = True
 
+    def position(self) -> int:
+        """How many tensors forward has saved so far."""
+        return len(self.saved)
+
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
         if session in self.replays and events.listeners:
             telling.fired_again(self, session)
-        if session not in self.replays and slots.live_count(self.saved):
+        if session in self.replays or not slots.live_count(self.saved):
+            return
+        if self.state is not None and self.state.is_sharded():
+            say_sharded(self.label)
+        else:
             replay = self.run(session, scheduled=True, prefired=True)
             if replay.state is State.RELEASED:  # the function cleared the session
                 slots.drop(self.saved, session)
@@ -191,10 +199,10 @@ class HooksFrame(Frame):
         try:
             with Restored(self.environment):
                 if self.state is None:
-                    self._call(function, args, kwargs, refill, log, None)
+                    self._call(function, args, kwargs, refill, log, replay, None)
                 else:
                     with self.state.begun(replay, function, complete=self.complete) as watch:
-                        self._call(function, args, kwargs, refill, log, watch)
+                        self._call(function, args, kwargs, refill, log, replay, watch)
         finally:
             here.replay, here.reading = around, reading
         if replay.refusal is not None:
@@ -207,11 +215,15 @@ class HooksFrame(Frame):
         kwargs: dict[str, Any],
         refill: Refill,
         log: OperatorLog | None,
+        replay: Replay,
         watch: Watch | None,
     ) -> None:
         modes = compat.function_mode_count()
         contexts = self.contexts if watch is None and log is None else _contexts(self.contexts, watch, log)
         pack = refill.pack_hook(watched=watch is not None)
+        if self.regions is not None:
+            replay.walk = Walk(self, refill)
+            refill.watch = watch
         compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
         try:
             if contexts:
@@ -221,10 +233,14 @@ class HooksFrame(Frame):
                     function(*args, **kwargs)
             else:
                 function(*args, **kwargs)
+            if replay.walk is not None:
+                replay.walk.finish(None)
         except Stop:
-            pass
+            if replay.walk is not None:
+                replay.walk.finish(refill.wanted)
         finally:
             compat.pop_hooks()
+            replay.walk = None  # it leads back here
             if compat.function_mode_count() > modes:  # a stop that no torch call came to meet
                 compat.swap_function_modes(modes, ())
 

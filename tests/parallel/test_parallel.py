@@ -1,0 +1,98 @@
+"""Data and tensor parallel training on two ranks of gloo, started once by torch's launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.two_ranks import DDP, ENGINES, MODES, N_BLOCKS, PROGRAMS, STEPS, WHERE
+
+ONCE_AGAIN = [[2] * N_BLOCKS] * STEPS  # forward and one replay
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each program returned, by rank."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*launch, "-m", "tests.parallel.two_ranks", str(folder)],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(Path(folder, f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    assert list(found[0]) == list(found[1]) == list(PROGRAMS)
+    return [{**ranks, "said": done.stderr} for ranks in found]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_sharded_blocks(results, engine, where, reshard, mode):
+    """Rule 31: gradients of one process; all but a bare prefire gathers and orders as without a prefire."""
+    for rank in results:
+        found = rank[f"{engine}: FSDP2 {where}, reshard {reshard}, {mode}"]
+        assert found["same"] == [True] * STEPS
+        assert found["runs"] == ONCE_AGAIN
+        if (where, mode) == ("around", "bare"):  # what a carrier is for
+            assert min(found["gathered"]) > (2 if reshard else 1) * N_BLOCKS
+            assert found["order"] == [2 * N_BLOCKS] * STEPS
+        else:
+            assert found["gathered"] == [(2 if reshard else 1) * N_BLOCKS] * STEPS
+            assert found["order"] == [N_BLOCKS] * STEPS
+
+
+def test_a_prefire_that_finds_shards_says_so(results):
+    """Rule 31: and names the block; it stays a lazy replay."""
+    for index in range(N_BLOCKS):
+        assert f"blocks.{index} (Block.forward): not replayed ahead of backward" in results[0]["said"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("option", DDP)
+def test_replicas(results, engine, option):
+    """Rule 31: hooks run once for each parameter and backward; one replay for each forward."""
+    n_backwards = 2 if option == "no_sync" else 1
+    for rank in results:
+        found = rank[f"{engine}: DDP {option}"]
+        assert found["same"] == [True] * STEPS
+        assert found["hooked"] == [4 * N_BLOCKS * n_backwards] * STEPS
+        assert found["runs"] == [[2 * n_backwards] * N_BLOCKS] * STEPS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_split_layers(results, engine, dropout):
+    """Rule 31: bit-equal to no checkpoint, dropout included, and early stop drops every collective of the replay."""
+    for rank in results:
+        found = rank[f"{engine}: tensor parallel, dropout {dropout}"]
+        assert found["same"]
+        assert found.get("whole", True)
+        assert found["checkpoint runs"] == [2] * N_BLOCKS
+        assert found["checkpoint"] == found["plain"]
+        assert found["plain"][0] > 0
+
+
+def test_without_early_stop_the_collectives_of_forward_run_again(results):
+    """Rule 31: so that the test above counts something."""
+    for rank in results:
+        found = rank["hooks: tensor parallel, the whole function"]
+        forward, backward = found["plain"]
+        assert found["checkpoint"] == [forward, backward + forward]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_on_a_sharded_tensor(results, engine):
+    """Rule 31: the replay draws what forward drew."""
+    for rank in results:
+        assert rank[f"{engine}: random placement"] == {"same": True, "dropped": True}
