@@ -34,6 +34,7 @@ _HOMES = {
     "register_ambient": "regrow._core.ambient",
     "saved_tensors_report": "regrow.trace.graph",
     "save_region": "regrow.wrappers",
+    "trace": "regrow.trace",
 }
 
 __all__ = list(_HOMES)

@@ -1,4 +1,5 @@
 from regrow import policies as policies
+from regrow import trace as trace
 from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError

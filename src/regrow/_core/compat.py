@@ -25,10 +25,6 @@ _private = ask
 # Deleted if that object becomes cheap.
 set_grad_enabled: Callable[[bool], None] = _private("torch._C", "_set_grad_enabled", "replays record a graph")
 
-# The code that calls a module's forward: it is found on the stack, to say in which module an operator runs.
-# Deleted by a public way to ask which module is running.
-module_call: Any = _private("torch.nn", "Module._call_impl.__code__", "messages name the module of an operator")
-
 # Which backward is running: the owner of a replay outside sessions. Deleted by a public id of the graph task.
 graph_task_id: Callable[[], int] = _private("torch._C", "_current_graph_task_id", "it tells backward calls apart")
 
@@ -343,13 +339,6 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-# Who keeps a storage alive, and which one it is. Deleted by a public count of users, and an identity.
-storage_users: Callable[[int], int] = _private(
-    "torch._C", "_storage_Use_Count", "reports count what a replay alone keeps alive"
-)
-storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 NO_VERSION = -1

@@ -122,7 +122,9 @@ class Ran(NamedTuple):
     """A pipeline stage has done one thing for one micro-batch.
 
     Attributes:
-        kind: "F", "B" (a full backward), "dx", "dw", "prefire" or "wait".
+        kind: "F", "B" (a full backward), "dx", "dw", "prefire" or "step", which has neither stage nor micro-batch.
+        waits: whether what the rank waits for next has not come; of a prefire: it cost the rank no time.
+        came: whether some of it came meanwhile; of a prefire: it cost the rank a part of its time at most.
     """
 
     kind: str
@@ -130,6 +132,8 @@ class Ran(NamedTuple):
     micro_batch: int
     began_ns: int
     ended_ns: int
+    waits: bool = False
+    came: bool = False
 
 
 Event = Forward | Replayed | Released | Died | SessionOpened | SessionCleared | SessionDropped | Ran

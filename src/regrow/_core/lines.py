@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regrow._core import compat
+from regrow._core import _compat
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ def modules_here() -> list[nn.Module]:
     found: list[nn.Module] = []
     for frame in _outwards(sys._getframe(1)):
         code = frame.f_code
-        if code is compat.module_call:
+        if code is _compat.module_call:
             found.append(frame.f_locals["self"])
         elif code.co_filename.startswith(_OURS) and code.co_name in _RUNS_A_CALL:
             break

@@ -16,10 +16,12 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from regrow._core import events
+from torch.profiler import record_function
+
+from regrow._core import _compat, events
 from regrow._core.lifecycle import Reason, Replay
 from regrow._core.lines import user_line
-from regrow._core.storages import sole_bytes
+from regrow._core.storages import sum_of_sole_bytes
 
 if TYPE_CHECKING:
     from regrow._core.frame import Frame, Owner
@@ -34,9 +36,11 @@ class Record:
         passes: how many backwards have read it.
         asked_ns: when the first one came; 0 before.
         refired: whether it was fired although backward had replayed it.
+        around: the range for the profiler, if it runs.
     """
 
     __slots__ = (
+        "around",
         "asked_ns",
         "began_ns",
         "call",
@@ -49,8 +53,9 @@ class Record:
         "told",
     )
 
-    def __init__(self, call: int, session: str | None, *, prefired: bool) -> None:
+    def __init__(self, call: int, label: str, session: str | None, *, prefired: bool) -> None:
         self.call = call
+        self.around = record_function(f"regrow replay: {label}") if _compat.profiler_runs() else None
         self.replay = next(_replays)
         self.session = session
         self.prefired = prefired
@@ -89,8 +94,10 @@ def begin(frame: Frame, replay: Replay, *, prefired: bool) -> Record:
     """A replay is about to run."""
     # An owner other than the id of a backward, or an object of its own, is a session.
     owner_id = getattr(replay.owner, "id", None)
-    record = Record(_number(frame), None if owner_id is None else name_of(owner_id), prefired=prefired)
+    record = Record(_number(frame), frame.label, None if owner_id is None else name_of(owner_id), prefired=prefired)
     replay.record = record
+    if record.around is not None:
+        record.around.__enter__()
     _alive[record.call][1][record.replay] = record
     return record
 
@@ -98,6 +105,8 @@ def begin(frame: Frame, replay: Replay, *, prefired: bool) -> Record:
 def replayed(frame: Frame, replay: Replay, record: Record, *, failed: bool) -> None:
     """A replay has ended; if it failed it is released next. The function itself may have cleared its session."""
     record.ended_ns = perf_counter_ns()
+    if record.around is not None:
+        record.around.__exit__(None, None, None)
     record.told = 0 if failed or replay.record is None else weigh(frame, replay.owner)
     if record.told:
         _held[record.replay] = record
@@ -149,7 +158,7 @@ _REASONS = {Reason.CLEARED: "cleared", Reason.ENDED: "consumed", Reason.FAILED: 
 
 def weigh(frame: Frame, owner: Owner) -> int:
     """Bytes that only a replay keeps alive: not those of inputs, parameters and whatever else is there anyway."""
-    return sum(sole_bytes(frame.values(owner)).values())
+    return sum_of_sole_bytes(frame.values(owner))
 
 
 def session_opened(session: Session) -> None:

@@ -96,15 +96,14 @@ def alive(saved: list[Saved]) -> Iterator[tuple[int, Slot]]:
 
 def values_of(saved: list[Saved], owner: Owner) -> list[torch.Tensor]:
     """What an owner holds now."""
-    found = []
-    for place, _, _, _ in saved:
-        slot = place()
-        if slot is None:
-            continue
-        value = slot.value if getattr(slot, "owner", None) == owner else take(slot, owner, consume=False)[0]
-        if value is not None:
-            found.append(value)
-    return found
+    filled = [slot for slot in [place() for place, _, _, _ in saved] if slot is not None]
+    try:
+        owners = {id(slot.owner) for slot in filled}
+    except AttributeError:  # no replay has filled one of them yet
+        owners = set()
+    if owners == {id(owner)}:  # as it is when a replay has just ended
+        return [value for value in [slot.value for slot in filled] if value is not None]
+    return [value for value in [take(slot, owner, consume=False)[0] for slot in filled] if value is not None]
 
 
 def held_bytes(saved: list[Saved], owner: Owner) -> dict[int, int]:
