@@ -123,8 +123,8 @@ class Ran(NamedTuple):
 
     Attributes:
         kind: "F", "B" (a full backward), "dx", "dw", "prefire" or "step", which has neither stage nor micro-batch.
-        waits: whether what the rank waits for next has not come; of a prefire: it cost the rank no time.
-        came: whether some of it came meanwhile; of a prefire: it cost the rank a part of its time at most.
+        awaits: of a prefire: what the rank waits for meanwhile, as (kind, stage, micro_batch) of what sends it. Whether
+            it has come cannot be asked: backends tell that only to whoever waits.
     """
 
     kind: str
@@ -132,8 +132,7 @@ class Ran(NamedTuple):
     micro_batch: int
     began_ns: int
     ended_ns: int
-    waits: bool = False
-    came: bool = False
+    awaits: tuple[str, int, int] | None = None
 
 
 Event = Forward | Replayed | Released | Died | SessionOpened | SessionCleared | SessionDropped | Ran

@@ -62,10 +62,10 @@ def _read(file: Path) -> Timeline | str:
 
 def _table(timeline: Timeline) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("", "steps", "idle", "replays", "hidden", "partly hidden"):
+    for name in ("", "steps", "idle", "replays", "hidden"):
         table.add_column(name, justify="right" if name else "left")
     for name, figures in rows(timeline):
-        seconds = (figures.replay_s, figures.hidden_s, figures.partly_s)
+        seconds = (figures.replay_s, figures.hidden_s)
         table.add_row(name, _ms(figures.step_s), f"{figures.idle:.0%}", *map(_ms, seconds))
     return table
 

@@ -25,8 +25,7 @@ class Slice(NamedTuple):
         kind: "F", "B", "dx", "dw", "prefire", "R" (a replay), "call" (a checkpointed forward), "wait" or "step".
         name: of a replay or a call: the function, with its module path where known.
         stage: of a pipeline; -1 where it is none.
-        waits: of a prefire: what the rank waits for had not come at its end.
-        came: of a prefire: it came meanwhile.
+        awaits: of a prefire: kind, stage and micro-batch of what sends that for which the rank waits.
         prefired: of a replay: a scheduler asked for it.
     """
 
@@ -36,8 +35,7 @@ class Slice(NamedTuple):
     name: str = ""
     stage: int = -1
     micro_batch: int = -1
-    waits: bool = False
-    came: bool = False
+    awaits: tuple[str, int, int] | None = None
     prefired: bool = False
 
     @property
@@ -58,15 +56,14 @@ class Figures:
         step_s: all steps, or from the first thing to the last where no step was recorded.
         busy_s: what stages did in it.
         replay_s: replays.
-        hidden_s: replays in prefires at whose end the rank had still to wait: they cost it no time.
-        partly_s: replays in prefires during which what it waited for came: they cost it a part of theirs.
+        hidden_s: the part of replays in prefires that ran before that for which the rank waited was sent, so that it
+            cost no time.
     """
 
     step_s: float
     busy_s: float
     replay_s: float
     hidden_s: float
-    partly_s: float
 
     @property
     def idle(self) -> float:
@@ -89,20 +86,6 @@ class Lane:
     def of(self, *kinds: str) -> list[Slice]:
         """The slices of these kinds."""
         return [each for each in self.slices if each.kind in kinds]
-
-    def figures(self) -> Figures:
-        """Sums."""
-        windows, stages, replays = self.windows(), self.of(*STAGE_KINDS), self.of("R")
-        prefires = self.of("prefire")
-        hidden = _inside([each for each in prefires if each.waits and not each.came], replays)
-        partly = _inside([each for each in prefires if each.came], replays)
-        return Figures(
-            step_s=_length(windows),
-            busy_s=_length(_inside(windows, stages)),
-            replay_s=_length(replays),
-            hidden_s=_length(hidden),
-            partly_s=_length(partly),
-        )
 
     def windows(self) -> list[Slice]:
         """The steps; one from the first thing to the last where none was recorded."""
@@ -151,7 +134,7 @@ class Timeline:
         try:
             read = json.loads(text)["regrow"]
             lanes = [
-                Lane(lane["rank"], [Slice(*each) for each in lane["slices"]], [(s, n) for s, n in lane["held"]])
+                Lane(lane["rank"], [_slice(each) for each in lane["slices"]], [(s, n) for s, n in lane["held"]])
                 for lane in read["lanes"]
             ]
             return cls(lanes, read["title"])
@@ -171,6 +154,32 @@ class Timeline:
             raise ValueError(f"two files are of the same rank: {sorted(ranks)}. Give each rank's file once.")
         return cls(lanes, next((timeline.title for timeline in timelines if timeline.title), ""))
 
+    def figures(self, lane: Lane) -> Figures:
+        """What one of the lanes adds up to."""
+        windows, replays = lane.windows(), lane.of("R")
+        hidden_s = 0.0
+        for step, window in enumerate(windows):
+            for prefire in _inside([window], lane.of("prefire")):
+                sent_s = self._sent(prefire.awaits, step)
+                hidden_s += sum(
+                    max(0.0, min(each.ended_s, sent_s) - each.began_s) for each in _inside([prefire], replays)
+                )
+        busy_s = _length(_inside(windows, lane.of(*STAGE_KINDS)))
+        return Figures(_length(windows), busy_s, _length(replays), hidden_s)
+
+    def _sent(self, sender: tuple[str, int, int] | None, step: int) -> float:
+        """When that was sent for which a rank waits in a step; long ago where it was not recorded."""
+        if sender is None:
+            return float("-inf")
+        kinds = ("dx", "B") if sender[0] == "dx" else (sender[0],)
+        sent = [
+            each.ended_s
+            for lane in self.lanes
+            for each in lane.of(*kinds)
+            if (each.stage, each.micro_batch) == tuple(sender[1:])
+        ]
+        return sent[step] if step < len(sent) else float("-inf")
+
     def to_json(self) -> str:
         """For Perfetto and chrome://tracing, and for `from_json`."""
         lanes = [asdict(lane) for lane in self.lanes]
@@ -181,6 +190,14 @@ class Timeline:
             "regrow": {"version": 1, "title": self.title, "lanes": lanes},
         }
         return json.dumps(everything)
+
+
+def _slice(fields: list[Any]) -> Slice:
+    read = Slice(*fields)
+    if read.awaits is None:
+        return read
+    kind, stage, micro_batch = read.awaits
+    return read._replace(awaits=(kind, stage, micro_batch))
 
 
 def _lane(recording: dict[str, Any], shift_ns: int) -> Lane:
@@ -198,7 +215,7 @@ def _slices(found: Iterable[Event], shift_ns: int) -> Iterator[Slice]:
         match event:
             case Ran():
                 times = (event.began_ns + shift_ns) / 1e9, (event.ended_ns + shift_ns) / 1e9
-                yield Slice(event.kind, *times, "", event.stage, event.micro_batch, event.waits, event.came)
+                yield Slice(event.kind, *times, "", event.stage, event.micro_batch, event.awaits)
             case Replayed() | Forward():
                 times = (event.began_ns + shift_ns) / 1e9, (event.ended_ns + shift_ns) / 1e9
                 if isinstance(event, Replayed):
