@@ -18,7 +18,7 @@ import typer
 import regrow
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-MODULES = ("figures", "harness", "host_cost", "report", "variants")
+MODULES = ("figures", "harness", "host_cost", "observation", "report", "variants")
 VARIANTS = ["plain", "floor", "regrow", "torch", "regrow reentrant", "torch reentrant"]
 
 
@@ -239,3 +239,13 @@ def test_the_benchmark_of_saved_regions_runs_and_counts():
         held.setdefault(name, []).append(int(n_bytes.replace(",", "")))
     assert len(held["torch SAC"]) == 2
     assert held["regrow, region"] == held["torch SAC"]
+
+
+def test_looking_on_is_measured_in_a_quick_run(bench):
+    """Rule 32: the number of events is a count, and does not depend on the machine."""
+    command = [sys.executable, str(BENCHMARKS / "observation.py"), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 4
+    assert lines[1].split()[-4:] == ["4", "at", "most", "6"]
+    assert bench.observation.events_of(bench.observation.split_step) <= bench.observation.EVENTS

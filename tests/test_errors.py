@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -425,6 +426,8 @@ def share_under_ddp() -> None:
             dist.destroy_process_group()
 
 
+RECORDING = {"rank": 0, "host": "here", "epoch_ns": 0, "events": []}
+
 CAUSES: dict[str, Callable[[], Any]] = {
     "function is missing": lambda: regrow.checkpoint(x=1),
     "function must be": lambda: regrow.checkpoint(3, leaf()),
@@ -523,6 +526,12 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "; it must return one of": lambda: step(attached(retention=lambda stage, microbatch: None, keep="never")),
     "; it must return True or False": lambda: step(attached(keep=lambda stage, microbatch: 1)),
     "stage must be one PipelineStage": no_stage,
+    "keep must be a number of at least 1": lambda: regrow.ledger(keep=0),
+    "limit must be a number of at least 1": lambda: import_module("regrow.trace").record(limit=0),
+    "Make it, or name another": lambda: import_module("regrow.trace").record("nowhere/run.json"),
+    "give each rank's once": lambda: import_module("regrow.trace").Timeline.of([RECORDING, RECORDING]),
+    "no timeline of regrow.trace.record": lambda: import_module("regrow.trace").Timeline.from_json("{}"),
+    "loss must be a tensor with a graph": lambda: regrow.saved_tensors_report(torch.ones(2)),
     "n_microbatches must be": schedule_1f1b(0),
     "1F1B needs one stage per rank": schedule_1f1b(2, n_stages=2),
     "with find_unused_parameters=True": replicas_that_look_for_unused_parameters,

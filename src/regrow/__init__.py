@@ -26,13 +26,17 @@ _HOMES = {
     "clear_recompute_session": "regrow.scheduling",
     "create_selective_checkpoint_contexts": "regrow._core.selective",
     "is_recomputing": "regrow._core.replaying",
+    "ledger": "regrow.trace.ledger",
+    "memory_report": "regrow.trace.holdings",
     "policies": "regrow.policies",
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
     "reentrant_checkpoint_scope": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
+    "saved_tensors_report": "regrow.trace.graph",
     "save_region": "regrow.wrappers",
+    "trace": "regrow.trace",
 }
 
 __all__ = list(_HOMES)

@@ -1,4 +1,5 @@
 from regrow import policies as policies
+from regrow import trace as trace
 from regrow._core.ambient import register_ambient as register_ambient
 from regrow._core.faults import CheckpointError as CheckpointError
 from regrow._core.faults import FrameBusyError as FrameBusyError
@@ -19,6 +20,9 @@ from regrow.scheduling import recompute_handle as recompute_handle
 from regrow.scheduling import recompute_handle_collector_ctx as recompute_handle_collector_ctx
 from regrow.scheduling import recompute_session_ctx as recompute_session_ctx
 from regrow.scheduling import reentrant_checkpoint_scope as reentrant_checkpoint_scope
+from regrow.trace.graph import saved_tensors_report as saved_tensors_report
+from regrow.trace.holdings import memory_report as memory_report
+from regrow.trace.ledger import ledger as ledger
 from regrow.wrappers import apply_checkpointing as apply_checkpointing
 from regrow.wrappers import checkpoint_exclude_wrapper as checkpoint_exclude_wrapper
 from regrow.wrappers import checkpoint_wrapper as checkpoint_wrapper

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-DETERMINISM_CHECKS = ("default", "none")
+VALUE_CHECKS = ("values", "sample")
+DETERMINISM_CHECKS = ("default", "none", *VALUE_CHECKS)
 
 
 def check_flag(name: str, value: object) -> None:

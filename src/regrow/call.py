@@ -88,7 +88,10 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
             that returns a ``torch.utils.checkpoint.CheckpointPolicy`` or a bool: True keeps the operator's result.
             Composes with ``context_fn``: contexts are entered in that order and left in reverse.
         determinism_check: "default" compares number, shape, dtype and device of the regrown tensors with forward's,
-            "none" only the number.
+            "none" only the number. "values" compares the bits of what each operator returned, too, and names the first
+            that computed others; "sample" those of up to 127 elements of each. The function must then run the same
+            operators in the same order. Slow: each result is read once more in forward and in the replay (see
+            docs/tools.md); 16 MiB are needed for it at a time.
         debug: keep the operators of both runs, and say in the error of a mismatch where they part. It finds no
             mismatch that the determinism check does not find. Slow.
         early_stop: end a replay as soon as every saved tensor is back, so that code after the last one does not run
@@ -175,7 +178,12 @@ def check_options(
         arguments.check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
     arguments.check_determinism(determinism_check)
     if use_reentrant:
-        unable = {"context_fn": context_fn is not None, "policy_fn": policy_fn is not None, "debug": debug}
+        unable = {
+            "context_fn": context_fn is not None,
+            "policy_fn": policy_fn is not None,
+            "debug": debug,
+            f"determinism_check={determinism_check!r}": determinism_check in arguments.VALUE_CHECKS,
+        }
         if any(unable.values()):
             given = ", ".join(name for name, is_given in unable.items() if is_given)
             raise ValueError(

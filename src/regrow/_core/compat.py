@@ -7,29 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import torch
+
+from regrow._core.private import ask
 
 _OUR_HOOKS = ("regrow._engines.hooks.pack", "regrow._engines.hooks.refill", "regrow._core.regions")
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def _private(module: str, path: str, why: str) -> Any:
-    found: Any = import_module(module)
-    try:
-        for part in path.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise ImportError(
-            f"regrow needs {module}.{path} ({why}), which torch {torch.__version__} does not have. "
-            "Install a torch version in the range that regrow declares, or report this version."
-        ) from None
-    return found
-
+_private = ask
 
 # Grad mode without the object that torch.set_grad_enabled makes: it is set twice per replay.
 # Deleted if that object becomes cheap.

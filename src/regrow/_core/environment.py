@@ -66,6 +66,11 @@ class Environment:
         on_cpu: bool = around[0]
         return bool(around[2]) and (on_cpu or any(enabled for _, enabled, _ in self.device_autocast))
 
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of generators that are held."""
+        states = [state for _, state in self.device_rng]
+        return states if self.cpu_rng is None else [self.cpu_rng, *states]
+
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""
         if self.sleeping is not None and not devices.is_asleep(self.sleeping):

@@ -126,18 +126,38 @@ class ValueChangedError(CheckpointError):
 
 
 class ReplayMismatchError(CheckpointError):
-    """The replay saved other tensors than forward did.
+    """The replay saved other tensors than forward did, or, where values are compared, computed others.
 
     Attributes:
         forward: how many tensors forward saved.
         replay: how many the replay saved; with early stop it is not asked for more than forward had.
         indices: the saved tensors that differ, in the order forward saved them.
+        operator: the first operator of the replay that differs; None where operators are not listed.
+        module: the module in which it ran, empty for the function itself; None where it is not known.
+        line: the line of user code that called it.
+        causes: what is likely, those with evidence first; empty where operators are not listed.
     """
 
     __module__ = "regrow"
 
-    def __init__(self, message: str, *, label: str, forward: int, replay: int, indices: tuple[int, ...]) -> None:
+    def __init__(  # noqa: PLR0913 - fields
+        self,
+        message: str,
+        *,
+        label: str,
+        forward: int,
+        replay: int,
+        indices: tuple[int, ...],
+        operator: str | None = None,
+        module: str | None = None,
+        line: str | None = None,
+        causes: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message, label=label)
         self.forward = forward
         self.replay = replay
         self.indices = indices
+        self.operator = operator
+        self.module = module
+        self.line = line
+        self.causes = causes

@@ -12,8 +12,8 @@ from __future__ import annotations
 import weakref
 from _thread import RLock  # threading.RLock is a function around it, and a call makes one lock
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow import errors
 from regrow._core.lifecycle import Reason, Replay
@@ -24,11 +24,24 @@ if TYPE_CHECKING:
     from regrow._core import compat
     from regrow._core.environment import Environment
     from regrow._core.regions import Entry
-    from regrow._core.session import Session
+    from regrow._core.session import Session, Unread
     from regrow._core.state import State
 
 # Whose replay it is: a session, the id of a graph task, or an object of its own for a read outside backward.
 Owner = Any
+
+
+class Holding(NamedTuple):
+    """A tensor that is held for a call.
+
+    Attributes:
+        kind: "input", "generator state", "kept" or "replayed".
+        owner: whose replay holds it; None for what belongs to the call.
+    """
+
+    kind: str
+    owner: Owner
+    tensor: torch.Tensor
 
 
 class Frame(ABC):
@@ -37,12 +50,14 @@ class Frame(ABC):
     Attributes:
         label: the function, with its module path where known.
         bound: the session the call belongs to, from prefire or creation until clear.
-        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7).
+        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7). While somebody
+            listens, what stands for it until it is read for the first time.
         consume: whether a read lets the value go. Read without a lock (Rule 7).
         complete: whether forward has returned.
         replays: what was replayed, by owner.
         lock: held while the call is replayed, never together with the control lock.
         inner: the calls that forward of this one made, weakly, in order; None if it made none.
+        number: how it is told of; 0 until somebody listens.
         around: while forward runs, the call whose forward made this one.
         regions: the SAVE regions that forward reached, in order; None if it reached none.
         outer: the replay that made this call; None for a call of forward.
@@ -59,6 +74,7 @@ class Frame(ABC):
     # On the class, and set only where it differs: a call pays for each field of its own.
     bound: Session | None = None
     inner: list[weakref.ref[Frame]] | None = None
+    number = 0
     around: Frame | None = None
     regions: list[Entry] | None = None
     outer: Replay | None = None
@@ -70,7 +86,7 @@ class Frame(ABC):
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.active_session: Session | None = None
+        self.active_session: Session | Unread | None = None
         self.consume = False
         self.complete = False
         self.replays: dict[Owner, Replay] = {}
@@ -121,6 +137,14 @@ class Frame(ABC):
     @abstractmethod
     def held(self, owner: Owner) -> dict[int, int]:
         """Bytes of what the replay for an owner holds, by the identity of its storage."""
+
+    @abstractmethod
+    def values(self, owner: Owner) -> list[torch.Tensor]:
+        """What the replay for an owner holds."""
+
+    @abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """What is held for this call now."""
 
     @abstractmethod
     def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:

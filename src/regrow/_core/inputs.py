@@ -89,6 +89,17 @@ class Inputs:
         """What was changed in place, and how; nothing if nothing was."""
         return self._changed or ([], [])
 
+    def names(self) -> list[str]:
+        """The arguments that `tensors` are."""
+        if self._saved is None:
+            return self._template.names(len(self._held))
+        names = self._template.names(len(self._saved))
+        return [names[place] for place in self._places]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held as it was given; not what surrounding hooks took away."""
+        return self._held
+
     def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
         return self._template.fill(self._tensors(label))

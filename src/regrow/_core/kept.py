@@ -6,7 +6,7 @@ seen coming, the value is copied first; where it is not, the version tells, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -38,6 +38,12 @@ class KeptTensor:
     def read(self) -> torch.Tensor:
         """A fresh alias."""
         return compat.alias(self._value if self._hooks is None else self._hooks[1](self._value))
+
+    @property
+    def here(self) -> torch.Tensor | None:
+        """The value, where no hook copied it."""
+        watched: torch.Tensor | None = self._watched
+        return watched
 
     def protect(self, storage: int) -> None:
         """Copy the value if it lies in a storage that is about to be written."""
@@ -98,6 +104,13 @@ class Kept:
         kept = KeptTensor(tensor, self.hooks)
         self._note(tensor, kept)
         return kept
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What is kept and lies in memory as it was kept: not what hooks of the user took away."""
+        for entry in self.entries or ():
+            for kept in leaves(entry.kept):
+                if kept.here is not None:
+                    yield kept.here
 
     def serve(self, kept: KeptTensor) -> torch.Tensor:
         """Give a kept tensor to a replay, which may overwrite it."""

@@ -50,6 +50,7 @@ class Replay:
         transforms: the level of torch.func transforms at which it runs.
         watch: keeps a weak reference to the end of a graph task alive.
         outer: the replay inside which this one runs, or inside which its call was made; None outside any.
+        record: what is told of it; None where nobody listened when it began.
         walk: how it goes around the SAVE regions of forward; None while it does not run, or if forward had none.
     """
 
@@ -59,6 +60,7 @@ class Replay:
     refusal: BaseException | None = None
     transforms = 0
     watch: object = None
+    record: Any = None
     walk: Any = None
 
     def __init__(self, label: str, owner: Any, *, scheduled: bool, outer: Replay | None = None) -> None:

@@ -95,7 +95,7 @@ def _sees_nothing(function: FunctionType, cells: list[Any] | None) -> bool:
     if function.__defaults__ or function.__kwdefaults__:
         return False
     namespace = function.__globals__
-    for name in _globals_of(function.__code__):
+    for name in globals_of(function.__code__):
         if type(namespace.get(name)) not in _BORING:
             return False
     return function.__closure__ is None or (cells is not None and _BORING.issuperset(map(type, cells)))
@@ -146,7 +146,7 @@ def _seen_by_code(function: FunctionType, fixed: bool) -> list[Seen]:
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         seen += [("a default", value, _HELD) for value in defaults if type(value) not in _BORING]
     namespace = function.__globals__
-    for name in _globals_of(code):
+    for name in globals_of(code):
         value = namespace.get(name)
         if type(value) not in _BORING:
             seen.append((name, value, id(namespace)))
@@ -181,7 +181,8 @@ def content(cell: CellType) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
+def globals_of(code: CodeType) -> tuple[str, ...]:
+    """The globals that code names, and that of functions it defines."""
     names = (
         step.argval for part in _parts(code) for step in dis.get_instructions(part) if step.opname == "LOAD_GLOBAL"
     )

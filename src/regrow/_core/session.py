@@ -12,7 +12,7 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from weakref import WeakSet, WeakValueDictionary
 
-from regrow._core import replaying
+from regrow._core import events, replaying, telling
 from regrow._core.faults import FrameBusyError
 from regrow._core.frame import Frame
 from regrow._core.lifecycle import Reason
@@ -36,8 +36,21 @@ class Session:
 
     def activate(self, frame: Frame) -> None:
         """Tell a frame whether a context is open, and whether reads let go."""
-        frame.active_session = self if self.contexts else None
+        open_here = self if self.contexts else None
+        frame.active_session = Unread(self) if open_here is not None and events.listeners else open_here
         frame.consume = bool(self.contexts) and not self.contexts[-1].retain
+
+
+class Unread:
+    """Stands for a session on a call until the first read in a context; only while somebody listens.
+
+    It is nobody's owner, so the first read takes the slow path, where it is noted, and the others read fields.
+    """
+
+    __slots__ = ("session",)
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
 
 class Context:
@@ -76,10 +89,12 @@ class Opened(ContextDecorator):
                 "contexts nest only with the same id. Leave the outer context first."
             )
         with _control:
-            session = _sessions.setdefault(self._id, Session(self._id))
+            session, is_new = _get(self._id)
             context = Context(session, retain=self._retain)
             session.contexts.append(context)
             _activate_all(session)
+        if is_new and events.listeners:
+            telling.session_opened(session)
         self._open.append((context, current.set(context)))
 
     def __exit__(self, *error: object) -> None:
@@ -125,11 +140,13 @@ def bind_nest(frame: Frame, session_id: Hashable) -> tuple[Session, list[Frame]]
         for each in nest:
             if each.bound is not None and each.bound.id != session_id:
                 raise FrameBusyError(each.label, each.bound.id, session_id)
-        session = _sessions.setdefault(session_id, Session(session_id))
+        session, is_new = _get(session_id)
         free = [each for each in nest if each.bound is None]
         for each in free:
             _bind(each, session)
-        return session, free
+    if is_new and events.listeners:
+        telling.session_opened(session)
+    return session, free
 
 
 def unbind(frames: Iterable[Frame], session: Session) -> None:
@@ -152,6 +169,8 @@ def refuse_foreign_context(frame: Frame) -> None:
 
 def clear(session_id: Hashable) -> None:
     """Release everything a session holds, and free its frames for others."""
+    if events.listeners:
+        telling.session_cleared(session_id)
     with _control:
         session = _sessions.get(session_id)
         if session is None:
@@ -164,6 +183,22 @@ def clear(session_id: Hashable) -> None:
     for frame in frames:
         frame.release(session, Reason.CLEARED)
         frame.forget()
+
+
+def read(frame: Frame, unread: Unread) -> Session:
+    """The first read of a call in a context: note it, and have the others read fields."""
+    telling.asked(frame, unread.session)
+    with _control:
+        if frame.active_session is unread:
+            frame.active_session = unread.session
+    return unread.session
+
+
+def _get(session_id: Hashable) -> tuple[Session, bool]:
+    """The session of that name, and whether it is a new one. Under the control lock."""
+    fresh = Session(session_id)
+    session = _sessions.setdefault(session_id, fresh)
+    return session, session is fresh
 
 
 def _here() -> Context | None:

@@ -7,14 +7,15 @@ import sys
 
 from regrow.cli.loading import INTERRUPTED, load
 
-_EXTRA = ("rich", "typer")
+_EXTRA = {"rich": "cli", "typer": "cli", "matplotlib": "trace"}
 
 
 def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: with the command's status; 2 if the extra ``cli`` is not installed, or torch lacks what it needs;
+        SystemExit: with the command's status; 2 if an extra that it needs is not installed, or torch lacks what it
+            needs;
             130 after Ctrl-C, whenever it comes.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's library writes to stderr without being asked
@@ -33,6 +34,7 @@ def _explained(error: ImportError) -> str:
     missing = error.name
     if missing is None:  # raised by hand, so a sentence already: torch lacks what regrow.pipelining needs
         return str(error)
-    if missing.partition(".")[0] in _EXTRA:
-        return f"the command line needs {missing}, which is not installed. Run: pip install 'regrow[cli]'"
+    extra = _EXTRA.get(missing.partition(".")[0])
+    if extra is not None:
+        return f"the command line needs {missing}, which is not installed. Run: pip install 'regrow[{extra}]'"
     raise error

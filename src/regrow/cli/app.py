@@ -13,6 +13,8 @@ import typer
 
 from regrow import __version__
 from regrow.cli.demo import demo
+from regrow.cli.doctor import doctor
+from regrow.cli.trace import trace
 from regrow.cli.train import train
 
 # What all faults of a command line derive from. typer exports no name for it: older ones use click's, newer their own.
@@ -64,6 +66,8 @@ def regrow(
 
 app.command(short_help="Train a small GPT through a pipeline four ways, and compare.")(demo)
 app.command(short_help="Train a small GPT through a pipeline of any schedule.")(train)
+app.command(short_help="Say what this installation has and can do, for bug reports.")(doctor)
+app.add_typer(trace, name="trace")
 
 
 def _sentence(fault: typer.BadParameter) -> str:

@@ -7,11 +7,13 @@ them: ratios are taken within a step, and their median is what counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regrow.cli.corpus import Batch, Corpus
+from regrow import trace
+from regrow.cli.corpus import Batch, Corpus, load
 from regrow.cli.rank import Rank
 from regrow.cli.settings import Settings
 from regrow.cli.trainee import Trainee
@@ -43,6 +45,17 @@ def weigh(trainees: Sequence[Trainee], settings: Settings, corpus: Corpus, rank:
     batch = _draw(settings, corpus, rank, settings.steps)
     for trainee in trainees:
         trainee.weigh(batch, settings.seed + settings.steps)
+
+
+def record(trainee: Trainee, settings: Settings, rank: Rank) -> dict[str, Any]:
+    """Record what one more step does on this rank, after one that is not recorded: the profiler has gone before it."""
+    text = load(settings.corpus, length=settings.shape.length)
+    batch = _draw(settings, text, rank, settings.steps + 1)
+    trainee.warm_up(batch)
+    rank.align()
+    with trace.record(rank=rank.index) as recorder:
+        trainee.rehearse(batch)
+    return recorder.recording()
 
 
 def disagreements(trainees: Sequence[Trainee]) -> list[str]:

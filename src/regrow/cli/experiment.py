@@ -37,7 +37,7 @@ def train(options: Options) -> int:
     """
     prefire = options.prefire or ("on_wait" if options.kind().has_waits else "off")
     attached = {"prefire": prefire, "retention": options.retention, "keep": options.keep}
-    return _run("regrow train", options, work.train, attached)
+    return _run("regrow train", options, work.train, attached, options.trace)
 
 
 def find_device(name: str | None, n_ranks: int) -> str:

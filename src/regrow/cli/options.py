@@ -35,6 +35,7 @@ class Options:
     prefire: str | None = None
     retention: str = "needed"
     keep: str = "auto"
+    trace: Path | None = None
 
     def kind(self) -> Kind:
         """What the schedule asks for; of an unknown one, what most ask for."""
@@ -64,6 +65,8 @@ class Options:
         faults = few + words
         if self.seed not in _SEEDS:
             faults.append(f"--seed: {self.seed} is out of range. Give 0 to {_SEEDS[-1]}.")
+        if self.trace is not None and (self.trace.is_dir() or not self.trace.absolute().parent.is_dir()):
+            faults.append(f"--trace: {self.trace} is no place for a file. Name a file in a folder that exists.")
         if started is not None and self.ranks not in (None, started):
             faults.append(f"--ranks: {self.ranks}, but {counted(started, 'rank')} were started. Leave it out.")
         return faults if few or words else faults + self._misfits(started or self.ranks or RANKS)

@@ -28,6 +28,7 @@ def train(  # noqa: PLR0913, PLR0917 (an argument is an option)
     corpus: Annotated[Path | None, typer.Option(help=words.CORPUS, show_default=words.FOUND_CORPUS)] = None,
     device: Annotated[str | None, typer.Option(help=words.DEVICE, show_default=words.FOUND_DEVICE)] = None,
     seed: Annotated[int, typer.Option(help=words.SEED)] = 0,
+    trace: Annotated[Path | None, typer.Option(help=words.TRACE, show_default="nothing is recorded")] = None,
 ) -> None:
     """Train a small GPT on real text through a pipeline of regrow's stages.
 
@@ -42,6 +43,6 @@ def train(  # noqa: PLR0913, PLR0917 (an argument is an option)
     with --corpus where their Python differs.
     """  # noqa: D301 (backslash b keeps the lines of the command)
     options = Options(
-        steps, blocks, micro_batches, ranks, corpus, device, seed, schedule, stages, prefire, retention, keep
+        steps, blocks, micro_batches, ranks, corpus, device, seed, schedule, stages, prefire, retention, keep, trace
     )
     raise typer.Exit(load("regrow.cli.experiment").train(options))

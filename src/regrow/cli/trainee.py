@@ -81,6 +81,10 @@ class Trainee:
         for module in self.modules.values():
             module.forget_runs()
 
+    def rehearse(self, batch: Batch) -> None:
+        """Take a step without an update."""
+        self._run(batch, self._settings.seed)
+
     def step(self, batch: Batch, seed: int) -> Tensor | None:
         """Take a step.
 

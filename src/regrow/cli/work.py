@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from regrow.cli.settings import Settings
 from regrow.cli.trainee import Seen, Trainee
 from regrow.cli.variants import VARIANTS, Variant, regrow_block
 from regrow.pipelining import PipelineStage
+from regrow.trace.timeline import Timeline
 
 
 def compare_variants(settings: Settings, loopback: bool) -> int:
@@ -34,15 +36,21 @@ def compare_variants(settings: Settings, loopback: bool) -> int:
         return compare_on(rank, settings, VARIANTS)
 
 
-def train(settings: Settings, attached: dict[str, Any], loopback: bool) -> int:
+def train(settings: Settings, attached: dict[str, Any], trace: Path | None, loopback: bool) -> int:
     """Be a rank of `regrow train`.
+
+    Args:
+        settings: what is trained, checked.
+        attached: options of `regrow.pipelining.attach`.
+        trace: where to write what one more step does; None: nowhere.
+        loopback: whether all ranks are on this machine.
 
     Returns:
         The exit status, on every rank.
     """
     variant = Variant(settings.schedule, regrow_block, PipelineStage, attached)
     with joined(settings.device_type, loopback=loopback) as rank:
-        return train_on(rank, settings, variant)
+        return train_on(rank, settings, variant, trace)
 
 
 def compare_on(rank: Rank, settings: Settings, variants: Sequence[Variant]) -> int:
@@ -72,17 +80,24 @@ def compare_on(rank: Rank, settings: Settings, variants: Sequence[Variant]) -> i
     return 1 if faults else 0
 
 
-def train_on(rank: Rank, settings: Settings, variant: Variant) -> int:
-    """Train one variant, print its row on rank 0.
+def train_on(rank: Rank, settings: Settings, variant: Variant, trace: Path | None = None) -> int:
+    """Train one variant, print its row on rank 0, and write what one more step of all ranks does.
 
     Returns:
         The exit status, on every rank.
     """
     console = _console()
     trainees, _ = _trained(rank, settings, [variant], console)
+    recorded = None if trace is None else rank.gather(compare.record(trainees[0], settings, rank))
     rows = _rows([variant], rank.gather([trainee.seen for trainee in trainees]))
     if rank.index == 0:
         _show(console, rows, settings)
+        if trace is not None and recorded is not None:
+            title = (
+                f"{settings.command}: one step, schedule {settings.schedule}, {settings.micro_batches} micro-batches"
+            )
+            trace.write_text(Timeline.of(recorded, title).to_json(), encoding="utf-8")
+            console.print(f"One more step was recorded. Draw it: regrow trace show {trace}")
     return 0
 
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from regrow.pipelining import _compat
 from regrow.pipelining.one_f_one_b import one_f_one_b
 from regrow.pipelining.stage import PipelineStage
+from regrow.pipelining.told import Sender, told
 
 
 class Program:
@@ -33,7 +34,7 @@ class Program:
     def before_gradient(self, key: tuple[int, int], works: Any) -> None:
         """The rank is about to wait for a gradient: replay what it is for."""
         self._read()
-        self._prefire(key)
+        self._prefire(key, ("dx", key[0] + 1, key[1]))
 
     def before_activation(self, key: tuple[int, int], works: Any) -> None:
         """The rank is about to wait for an activation: if it has not come, replay for the next backward."""
@@ -43,7 +44,7 @@ class Program:
         for due in self._backwards:
             stage = self._stage(due[0])
             if stage is not None and stage.is_due(due[1]):
-                self._prefire(due)
+                self._prefire(due, ("F", key[0] - 1, key[1]))
                 return
 
     def follows(self, stage_index: int, microbatch: int) -> bool:
@@ -51,10 +52,11 @@ class Program:
         self._read()
         return (stage_index, microbatch) in self._at_once
 
-    def _prefire(self, key: tuple[int, int]) -> None:
+    def _prefire(self, key: tuple[int, int], awaits: Sender) -> None:
         stage = self._stage(key[0])
         if stage is not None:
-            stage.prefire(key[1], full=self._backwards.get(key, True))
+            with told("prefire", *key, awaits):
+                stage.prefire(key[1], full=self._backwards.get(key, True))
 
     def _stage(self, index: int) -> PipelineStage | None:
         place = self._stages.get(index)

@@ -19,6 +19,7 @@ from regrow.pipelining import _compat
 from regrow.pipelining.microbatch import MicroBatch
 from regrow.pipelining.plan import Plan
 from regrow.pipelining.sites import Sites
+from regrow.pipelining.told import told
 
 Outputs = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, ...]
@@ -151,7 +152,7 @@ class PipelineStage(TorchStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Forward of one micro-batch."""
-        with self._forward_of(fwd_chunk_id):
+        with told("F", self.stage_index, fwd_chunk_id), self._forward_of(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=save_forward_output)
 
     def backward_one_chunk(
@@ -159,7 +160,8 @@ class PipelineStage(TorchStage):
     ) -> None:
         """Backward of one micro-batch, or its first half."""
         self._begun.add(bwd_chunk_id)
-        with self._backward_of(bwd_chunk_id, full=full_backward):
+        kind = "B" if full_backward else "dx"
+        with told(kind, self.stage_index, bwd_chunk_id), self._backward_of(bwd_chunk_id, full=full_backward):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
@@ -167,7 +169,8 @@ class PipelineStage(TorchStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The second half of one micro-batch's backward."""
         microbatch = self._microbatches.pop(bwd_chunk_id, None)
-        with nullcontext() if microbatch is None else microbatch.dw():
+        dw = nullcontext() if microbatch is None else microbatch.dw()
+        with told("dw", self.stage_index, bwd_chunk_id), dw:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
     def backward_maybe_with_nosync(

@@ -11,6 +11,7 @@ from regrow.pipelining.plan import Plan
 from regrow.pipelining.program import Program
 from regrow.pipelining.recovery import recover
 from regrow.pipelining.stage import PipelineStage
+from regrow.pipelining.told import told
 
 # All ranks attach the same schedules in the same order, and take the same steps.
 _serials = count()
@@ -45,7 +46,8 @@ class Step:
         for stage in self._stages.values():
             stage.follow(self._plan, self._program.follows)
         try:
-            return step(*args, **kwargs)
+            with told("step", -1, -1):
+                return step(*args, **kwargs)
         except BaseException as error:
             recover(schedule, self._stages, error, f"{self._serial}/{self._steps}")
             raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from regrow import errors
-from regrow._core import collect, compat, leaks, replaying, scope, session, trees
+from regrow._core import collect, compat, events, leaks, replaying, scope, session, telling, trees
 from regrow._core.closures import cells_of
 from regrow._core.environment import Environment, uncached
 from regrow._core.faults import InputChangedError
@@ -43,9 +44,8 @@ def run(
     inputs = Inputs(tensors, template)
     frame = ReentrantFrame(function, label, inputs, environment, options)
     _look_around(frame, template.opaque)
-    if _compat.active_wrapper() is not None:
-        frame.wrapper = data_parallel.around()
     entries = _enter(frame, tensors, here)
+    began_ns = perf_counter_ns() if events.listeners else 0
     around, here.forward, here.reentrant = here.forward, frame, True
     try:
         silent = inputs.need_grad or (frame.state is not None and frame.state.needs_grad)
@@ -54,7 +54,10 @@ def run(
             environment.check_devices(label)
         # Out of the engine's sight there may be a parameter that needs a gradient: what was recorded tells.
         if silent or _grafted(frame) or any(tensor.requires_grad for tensor in trees.tensors_in(output)):
-            return _joined(frame, tensors, output, recorded=not silent)
+            joined = _joined(frame, tensors, output, recorded=not silent)
+            if began_ns:
+                telling.forward(frame, began_ns, in_replay=outer is not None)
+            return joined
     except BaseException:
         _discard(frame, entries)
         raise
@@ -65,6 +68,8 @@ def run(
 
 
 def _look_around(frame: ReentrantFrame, opaque: tuple[Any, ...]) -> None:
+    if _compat.active_wrapper() is not None:
+        frame.wrapper = data_parallel.around()
     cells = cells_of(frame.function)
     if cells is not None:
         frame.cells = cells

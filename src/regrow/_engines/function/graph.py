@@ -185,6 +185,10 @@ class Graph:
             self.trimmed = True
             self._slots.let_go()
 
+    def values(self) -> list[torch.Tensor]:
+        """What the graph saved and still holds."""
+        return self._slots.values()
+
     def held_bytes(self) -> dict[int, int]:
         """Bytes of what the graph saved, by storage."""
         return self._slots.held_bytes()

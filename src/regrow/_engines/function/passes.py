@@ -61,8 +61,11 @@ class _RefusedError(Exception):
 
 def _owner(frame: ReentrantFrame) -> Owner | None:
     """Who keeps a replay for more than this arrival; None for nobody."""
-    if frame.active_session is not None:
-        return frame.active_session
+    active = frame.active_session
+    if type(active) is session.Unread:
+        return session.read(frame, active)
+    if active is not None:
+        return active
     if frame.bound is not None:
         session.refuse_foreign_context(frame)
     if frame.asks:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from regrow import errors
-from regrow._core import compat, leaks, replaying, trees
+from regrow._core import compat, events, leaks, replaying, telling, trees
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored, uncached
 from regrow._core.faults import CheckpointError
-from regrow._core.frame import Owner
+from regrow._core.frame import Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.lifecycle import Reason, Replay, State
 from regrow._core.regions import Walk, check_after_forward
@@ -142,16 +142,18 @@ class ReentrantFrame(SplitFrame):
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         self.check_usable()
         if session not in self.graphs:
-            self.keep(session, scheduled=True)
+            self.keep(session, scheduled=True, prefired=True)
+        elif events.listeners:
+            telling.fired_again(self, session)
 
     def recompute(self) -> None:
         """Replay now, for the next backward that no session holds."""
         self.check_usable()
         with self.lock:
             if OWN not in self.graphs:
-                self.keep(OWN, scheduled=False)
+                self.keep(OWN, scheduled=False, prefired=True)
 
-    def keep(self, owner: Owner, *, scheduled: bool) -> Graph:
+    def keep(self, owner: Owner, *, scheduled: bool, prefired: bool = False) -> Graph:
         """Replay, and keep the graph for an owner. On any error nothing of it is left."""
         slots = Slots(self.label)
         before = _compat.next_sequence_number()
@@ -159,26 +161,39 @@ class ReentrantFrame(SplitFrame):
             self.label, owner, scheduled=scheduled, outer=replaying.thread.here.replay or self.outer
         )
 
+        record = telling.begin(self, replay, prefired=prefired) if events.listeners else None
+
         def finish(outputs: list[torch.Tensor], leaves: Leaves) -> Graph:
             return Graph(self.label, outputs, leaves, slots, before=before, compares=self.compares)
 
         try:
             graph = self._run(replay, slots, finish)
         except BaseException:
+            if record is not None:
+                telling.replayed(self, replay, record, failed=True)
             self.release(owner, Reason.FAILED)
             replay.refusal = None  # as in `once`
             raise
         if replay.state is State.RUNNING:  # else the function cleared the session: the graph serves this once
             replay.advance(State.HELD)
             self.graphs[owner] = graph
+        if record is not None:
+            telling.replayed(self, replay, record, failed=False)
         return graph
 
     def once(self) -> tuple[list[torch.Tensor], Leaves]:
         """Replay for one backward that takes everything with it."""
         replay = Replay(self.label, OWN, scheduled=False, outer=replaying.thread.here.replay or self.outer)
+        record = telling.begin(self, replay, prefired=False) if events.listeners else None
+        failed = True
         try:
-            return self._run(replay, None, _as_they_are)
+            found = self._run(replay, None, _as_they_are)
+            failed = False
+            return found
         finally:
+            if record is not None:
+                telling.replayed(self, replay, record, failed=failed)
+                telling.released(self, replay, Reason.FAILED if failed else Reason.ENDED)
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
 
     def _run(
@@ -219,6 +234,11 @@ class ReentrantFrame(SplitFrame):
         replay = self.replays.pop(owner, None)
         self.forget_brought(owner)
         if replay is not None:
+            if replay.record is not None:
+                if graph is not None:
+                    self.graphs[owner] = graph  # told of while it is still there
+                telling.released(self, replay, reason)
+                self.graphs.pop(owner, None)
             replay.advance(State.RELEASED, reason)
         del graph
 
@@ -243,6 +263,20 @@ class ReentrantFrame(SplitFrame):
         """Bytes of what the replay for an owner saved, by storage."""
         graph = self.graphs.get(owner)
         return {} if graph is None else graph.held_bytes()
+
+    def values(self, owner: Owner) -> list[torch.Tensor]:
+        """What the replay for an owner saved, and brought back for regions."""
+        graph = self.graphs.get(owner)
+        brought = [] if self.places is None else self.places.values(owner)
+        return brought if graph is None else graph.values() + brought
+
+    def holdings(self) -> Iterator[Holding]:
+        """Inputs, states of generators, and what replays saved."""
+        yield from (Holding("input", None, tensor) for tensor in self.inputs.tensors())
+        if not self.released:
+            yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
+        for owner in list(self.graphs):
+            yield from (Holding("replayed", owner, value) for value in self.values(owner))
 
     def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
         """Nothing to learn: the graph tells which half reads what."""

@@ -81,6 +81,11 @@ class Slots:
             if slot is not None:
                 slot.value = None
 
+    def values(self) -> list[torch.Tensor]:
+        """What the slots hold."""
+        slots = (place() for place in self._all)
+        return [slot.value for slot in slots if slot is not None and slot.value is not None]
+
     def held_bytes(self) -> dict[int, int]:
         """Bytes of what the slots hold, by storage."""
         held: dict[int, int] = {}

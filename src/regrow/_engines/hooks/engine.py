@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from regrow import arguments, errors
-from regrow._core import collect, compat, replaying, session, trees
+from regrow._core import collect, compat, events, replaying, session, telling, trees
 from regrow._core.closures import cells_of
 from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError
@@ -20,7 +21,7 @@ from regrow._core.reach import reach
 from regrow._core.selective import Keep, Recall, create_selective_checkpoint_contexts
 from regrow._core.state import State
 from regrow._engines.hooks import slots
-from regrow._engines.hooks.oplog import OperatorLog
+from regrow._engines.hooks.mismatch import Evidence
 from regrow._engines.hooks.pack import make_pack
 from regrow._engines.hooks.replay import HooksFrame, Options
 from regrow._engines.hooks.unpack import make_unpack
@@ -45,6 +46,7 @@ def run(
     if not torch.is_grad_enabled() or here.plain or (compat.functorch_active() and _is_transformed(outer)):
         return function(*args, **kwargs)
     frame = _frame(function, label, args, kwargs, options, here)
+    began_ns = perf_counter_ns() if events.listeners else 0
     around = here.forward
     environment = frame.environment
     contexts = () if options is DEFAULTS else _contexts(frame, options)
@@ -63,10 +65,9 @@ def run(
     finally:
         here.forward = around
     if not slots.live_count(frame.saved):
-        if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
-            collect.mark_empty(entry)
-        else:
-            _discard(frame, entry)
+        _leave_nothing(frame, entry, output)
+    elif began_ns:
+        telling.forward(frame, began_ns, in_replay=outer is not None)
     return output
 
 
@@ -129,9 +130,16 @@ def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManag
             kept = Kept(frame.label, hooks, preserve_rng=options.preserve_rng_state)
             pairs[index] = Keep(forward.policy, kept), Recall(kept)  # of this call alone, whoever made the pair
             frame.kept += (kept,)
-    if options.debug:
-        frame.log = OperatorLog()
-        pairs.append((frame.log, None))
+    values = options.determinism_check in arguments.VALUE_CHECKS
+    if options.debug or values:
+        frame.evidence = Evidence.taken(
+            frame.function,
+            frame.inputs.opaque,
+            frame.inputs.tensors(),
+            lists=options.debug,
+            sample=options.determinism_check == "sample" if values else None,
+        )
+        pairs.append((frame.evidence.log, None))
     frame.contexts = tuple(replay for _, replay in pairs if replay is not None)
     return tuple(forward for forward, _ in pairs)
 
@@ -139,6 +147,14 @@ def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManag
 def _is_transformed(outer: Replay | None) -> bool:
     """Whether a torch.func transform is around the call; one around a whole replay, a vmapped backward, is not."""
     return compat.transform_level() > (0 if outer is None else outer.transforms)
+
+
+def _leave_nothing(frame: HooksFrame, entry: Any, output: Any) -> None:
+    """Nothing was saved that backward could ask for."""
+    if any(tensor.requires_grad for tensor in trees.tensors_in(output)):
+        collect.mark_empty(entry)
+    else:
+        _discard(frame, entry)
 
 
 def _discard(frame: HooksFrame, entry: Any) -> None:

@@ -14,7 +14,7 @@ from regrow._core import compat
 from regrow._core.frame import Owner
 from regrow._core.watch import Watch
 from regrow._engines.hooks import slots
-from regrow._engines.hooks.mismatch import Difference, same_but_for_ragged
+from regrow._engines.hooks.mismatch import Difference, Place, same_but_for_ragged
 from regrow._engines.hooks.slots import Saved
 from regrow._engines.hooks.stopping import WATCHED, Stop, call_site, must_finish, stop_at_next_call
 
@@ -25,6 +25,7 @@ class Refill:
     Attributes:
         wanted: how many tensors to bring back: up to the last slot that is still alive.
         differences: saved tensors that do not look like forward's.
+        place: where the first of them was saved, or the first one too many.
         watch: to look at what is saved without an operator; None if nothing was changed since forward.
     """
 
@@ -34,6 +35,7 @@ class Refill:
     _deeper = 0
     _rows: Iterator[Saved] = iter(())
     differences: tuple[Difference, ...] = ()
+    place: Place | None = None
     watch: Watch | None = None
 
     def __init__(self, saved: list[Saved], owner: Owner, *, stop_depth: int | None, shared: bool) -> None:
@@ -120,6 +122,8 @@ class Refill:
         plain = not tensor.requires_grad
         value = kept = tensor if plain else tensor.detach()
         if index >= self.wanted:
+            if index == len(self._saved) and self.place is None:
+                self.place = Place.here()
             return value
         row = self._saved[index]
         place, shape, dtype, device = row
@@ -159,5 +163,6 @@ class Refill:
             return compat.with_ragged_size(value, shape)
         slot = place()
         assert slot is not None
+        self.place = self.place or Place.here()
         self.differences += ((slots.index_of(self._saved, slot), forward, replay),)
         return value

@@ -7,16 +7,18 @@ HooksFrame is what one call leaves behind; `HooksFrame.run` makes one replay of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from regrow._core import compat, replaying
+import torch
+
+from regrow._core import compat, events, replaying, telling
 from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
-from regrow._core.frame import Frame, Owner
+from regrow._core.frame import Frame, Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
@@ -24,6 +26,7 @@ from regrow._core.regions import Walk, check_after_forward
 from regrow._core.session import Session
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
+from regrow._engines.hooks.mismatch import Evidence
 from regrow._engines.hooks.oplog import OperatorLog
 from regrow._engines.hooks.refill import Refill
 from regrow._engines.hooks.slots import Saved
@@ -51,7 +54,7 @@ class HooksFrame(Frame):
         compares: whether replays compare that.
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
-        log: the operators of forward, with ``debug``.
+        evidence: what explains a mismatch, with ``debug`` and where values are compared.
         cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
         closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
 
@@ -60,7 +63,7 @@ class HooksFrame(Frame):
 
     contexts: tuple[AbstractContextManager[Any], ...] = ()
     kept: tuple[Kept, ...] = ()
-    log: OperatorLog | None = None
+    evidence: Evidence | None = None
     cells: list[Any] | None = None
     closure: Closure | None = None
 
@@ -73,7 +76,7 @@ class HooksFrame(Frame):
         self.environment = environment
         self.early_stop = options.early_stop
         self.saved: list[Saved] = []
-        self.compares = options.determinism_check == "default"
+        self.compares = options.determinism_check != "none"
 
     def after_forward(self) -> None:
         """Forward has returned: note what it changed."""
@@ -100,16 +103,18 @@ class HooksFrame(Frame):
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
             raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+        if session in self.replays and events.listeners:
+            telling.fired_again(self, session)
         if session in self.replays or not slots.live_count(self.saved):
             return
         if self.state is not None and self.state.is_sharded():
             say_sharded(self.label)
         else:
-            replay = self.run(session, scheduled=True)
+            replay = self.run(session, scheduled=True, prefired=True)
             if replay.state is State.RELEASED:  # the function cleared the session
                 slots.drop(self.saved, session)
 
-    def run(self, owner: Owner, *, scheduled: bool) -> Replay:
+    def run(self, owner: Owner, *, scheduled: bool, prefired: bool = False) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
         # In the middle of forward a replay must not run further than forward has come.
         stops = self.early_stop or not self.complete
@@ -118,23 +123,32 @@ class HooksFrame(Frame):
         refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
         outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
-        log = None if self.log is None else OperatorLog()
+        record = telling.begin(self, replay, prefired=prefired) if events.listeners else None
+        log = None if self.evidence is None else self.evidence.log.again()
         try:
             self._execute(replay, refill, log)
             self._check(refill, log)
-        except BaseException:
+        except BaseException as error:
+            if record is not None:
+                telling.replayed(self, replay, record, failed=True)
             self.release(owner, Reason.FAILED)
             slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
+            if mismatch.is_unexplained(error, self.evidence, log):
+                raise self._mismatch(refill, log).report() from error
             raise
         if replay.state is State.RUNNING:
             replay.advance(State.HELD)
+        if record is not None:
+            telling.replayed(self, replay, record, failed=False)
         return replay
 
     def release(self, owner: Owner, reason: Reason) -> None:
         """Drop what the replay for an owner holds."""
         replay = self.replays.pop(owner, None)
         if replay is not None:
+            if replay.record is not None:
+                telling.released(self, replay, reason)
             slots.drop(self.saved, owner)
             replay.advance(State.RELEASED, reason)
 
@@ -146,6 +160,18 @@ class HooksFrame(Frame):
     def held(self, owner: Owner) -> dict[int, int]:
         """Bytes of the values the slots hold for an owner, by storage."""
         return slots.held_bytes(self.saved, owner)
+
+    def values(self, owner: Owner) -> list[torch.Tensor]:
+        """The values the slots hold for an owner."""
+        return slots.values_of(self.saved, owner)
+
+    def holdings(self) -> Iterator[Holding]:
+        """Inputs, states of generators, what selective checkpointing keeps, and the values in the slots."""
+        yield from (Holding("input", None, tensor) for tensor in self.inputs.tensors())
+        yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
+        yield from (Holding("kept", None, tensor) for kept in self.kept for tensor in kept.tensors())
+        for owner in list(self.replays):
+            yield from (Holding("replayed", owner, value) for value in slots.values_of(self.saved, owner))
 
     def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
         """Hold the slots of an owner's values, so that one that dies with its node is still seen to be full."""
@@ -227,13 +253,24 @@ class HooksFrame(Frame):
         # A stop leaves the rest unseen; while forward has not returned, more is to come.
         enough = replay == forward or (replay >= refill.wanted and (self.early_stop or not self.complete))
         if not enough or refill.differences:
-            raise mismatch.report(
-                self.label,
-                forward=forward,
-                replay=forward if enough else replay,
-                differences=refill.differences,
-                logs=None if log is None or self.log is None else (self.log, log),
-            )
+            raise self._mismatch(refill, log, replay=forward if enough else replay).report()
+        if mismatch.computed_otherwise(self.evidence, log):
+            raise self._mismatch(refill, log).report()
+
+    def _mismatch(self, refill: Refill, log: OperatorLog | None, replay: int | None = None) -> mismatch.Case:
+        forward = len(self.saved)
+        return mismatch.Case(
+            label=self.label,
+            function=self.function,
+            opaque=self.inputs.opaque,
+            inputs=self.inputs.tensors(),
+            input_names=self.inputs.names(),
+            forward=forward,
+            replay=forward if replay is None else replay,
+            differences=refill.differences,
+            place=refill.place,
+            evidence=None if log is None or self.evidence is None else (self.evidence, log),
+        )
 
 
 def _contexts(

@@ -10,8 +10,8 @@ from weakref import ref
 
 import torch
 
-from regrow._core import compat
 from regrow._core.frame import Owner
+from regrow._core.storages import storage_bytes
 
 # What a saved tensor looks like: shape, dtype, and True for the CPU or else the device.
 Look = tuple[torch.Size, torch.dtype, torch.device | bool]
@@ -79,6 +79,13 @@ def holds(slot: Slot, owner: Owner) -> bool:
     return take(slot, owner, consume=False)[0] is not None
 
 
+def kept_in(slot: Slot) -> list[torch.Tensor]:
+    """The values of a slot, whoever owns them."""
+    value = getattr(slot, "value", None)
+    others = getattr(slot, "others", None) or {}
+    return [*([] if value is None else [value]), *(other for other, _ in others.values())]
+
+
 def alive(saved: list[Saved]) -> Iterator[tuple[int, Slot]]:
     """The slots that graph nodes still hold, with their places."""
     for index, (place, _, _, _) in enumerate(saved):
@@ -87,15 +94,21 @@ def alive(saved: list[Saved]) -> Iterator[tuple[int, Slot]]:
             yield index, slot
 
 
+def values_of(saved: list[Saved], owner: Owner) -> list[torch.Tensor]:
+    """What an owner holds now."""
+    filled = [slot for slot in [place() for place, _, _, _ in saved] if slot is not None]
+    try:
+        owners = {id(slot.owner) for slot in filled}
+    except AttributeError:  # no replay has filled one of them yet
+        owners = set()
+    if owners == {id(owner)}:  # as it is when a replay has just ended
+        return [value for value in [slot.value for slot in filled] if value is not None]
+    return [value for value in [take(slot, owner, consume=False)[0] for slot in filled] if value is not None]
+
+
 def held_bytes(saved: list[Saved], owner: Owner) -> dict[int, int]:
     """Bytes of an owner's values, by storage; tensors without a storage of their own are left out."""
-    found: dict[int, int] = {}
-    for _, slot in alive(saved):
-        value, _ = take(slot, owner, consume=False)
-        key = None if value is None else compat.storage_key(value)
-        if value is not None and key is not None:
-            found[key] = value.untyped_storage().nbytes()
-    return found
+    return storage_bytes(values_of(saved, owner))
 
 
 def drop(saved: list[Saved], owner: Owner) -> None:

@@ -47,6 +47,8 @@ def _regrow(frame: HooksFrame, slot: Slot) -> torch.Tensor:
 
 def _regrow_eagerly(frame: HooksFrame, slot: Slot) -> torch.Tensor:
     active = frame.active_session if frame.complete else None
+    if type(active) is session.Unread:
+        active = session.read(frame, active)
     reading = replaying.thread.here.reading
     if active is None and reading is not None and reading.scheduled and frame.complete:
         # An inner call takes its inputs from here for a session: what it belongs to, this call belongs to.
