@@ -21,6 +21,40 @@ def released_frame(label: str) -> str:
     )
 
 
+def unfinished_forward(label: str) -> str:
+    """The sentence for a prefire from inside the function itself."""
+    return f"{label}: cannot prefire, its forward has not returned yet."
+
+
+def foreign_handle(value: object) -> str:
+    """The sentence for something that is no handle of this platform."""
+    return f"handle must come from recompute_handle_collector_ctx(), got {value!r} of type {type(value).__name__}."
+
+
+def context_in_context(wanted: object, outer: object) -> str:
+    """The sentence for a context inside one of another session."""
+    return (
+        f"session_id: recompute_session_ctx({wanted!r}) inside recompute_session_ctx({outer!r}); "
+        "contexts nest only with the same id. Leave the outer context first."
+    )
+
+
+def prefire_in_context(wanted: object, outer: object) -> str:
+    """The sentence for a prefire inside a context of another session."""
+    return (
+        f"session_id: recompute_handle(..., {wanted!r}) inside recompute_session_ctx({outer!r}). "
+        "Prefire inside a context of the same session, or outside any."
+    )
+
+
+def prefire_let_go(wanted: object) -> str:
+    """The sentence for a prefire inside a context that does not retain."""
+    return (
+        f"retain_on_unpack: recompute_handle(..., {wanted!r}) inside a context with retain_on_unpack=False, "
+        "which lets values go as they are read. Prefire inside a retaining context, or outside any."
+    )
+
+
 def busy_frame(label: str, owner: object, wanted: object) -> str:
     """The sentence for a frame that another session holds."""
     return (

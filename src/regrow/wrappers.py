@@ -13,8 +13,9 @@ from torch import nn
 from regrow import arguments
 from regrow._core import regions
 from regrow._engines.hooks.replay import Options
+from regrow.arguments import label_of
 from regrow.becoming import STATE, become, check_free
-from regrow.call import OPTION_NAMES, Result, check_options, label_of, run
+from regrow.call import OPTION_NAMES, Result, check_options, run
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -187,10 +188,7 @@ def _label(module: nn.Module, name: str) -> str:
 
 
 def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
-    unknown = sorted(set(checkpoint_kwargs) - {"use_reentrant", *OPTION_NAMES})
-    if unknown:
-        allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
-        raise ValueError(f"{', '.join(unknown)}: no option of checkpoint. The options are {allowed}.")
+    arguments.check_names(checkpoint_kwargs, ("use_reentrant", *OPTION_NAMES))
     return check_options(**checkpoint_kwargs)
 
 

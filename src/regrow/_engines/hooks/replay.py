@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from regrow import errors
 from regrow._core import compat, replaying
 from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
@@ -95,7 +96,7 @@ class HooksFrame(Frame):
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
-            raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+            raise RuntimeError(errors.unfinished_forward(self.label))
         if session in self.replays or not slots.live_count(self.saved):
             return
         if self.state is not None and self.state.is_sharded():
