@@ -221,3 +221,36 @@ def device_woke_up(label: str, device_type: str) -> str:
         "random generator before forward is unknown and a replay could draw other numbers. "
         f"Initialise {device_type} before the call, or pass preserve_rng_state=False."
     )
+
+
+def other_count(label: str, forward: int, replay: int) -> str:
+    """The sentence for a replay that saves more or fewer tensors, where nothing else is known of it."""
+    more = " or more" if replay > forward else ""
+    return (
+        f"{label}: forward saved {forward} tensors, the replay saved {replay}{more}. "
+        "Does the function branch on state that changed since forward (a global, a counter, a training flag), "
+        "or catch every Exception?"
+    )
+
+
+def read_twice(session_id: object) -> str:
+    """The sentence for a value that was asked for again after it was let go."""
+    return (
+        f"session {session_id!r}: a saved tensor was read twice inside one recompute_session_ctx({session_id!r}, "
+        "retain_on_unpack=False), which lets values go as they are read. Open the context with retain_on_unpack=True "
+        "for all passes but the last, or anew for each pass."
+    )
+
+
+def mindspore_lacks(asked: str, why: str, instead: str) -> str:
+    """The sentence for what the MindSpore platform cannot do, with another way."""
+    return f"{asked}: not on MindSpore: {why}. {instead}"
+
+
+def unrepeatable_cells(label: str, names: list[str]) -> str:
+    """The sentence for cells whose random numbers a replay on CPU could not draw again."""
+    return (
+        f"{label}: {', '.join(names)} in training: on CPU MindSpore keeps the state of these random numbers inside the "
+        "kernel, where nothing can rewind it, so a replay would draw others and give wrong gradients. "
+        "Call mindspore.ops.dropout in the function instead, or leave the cell outside of the checkpointed call."
+    )
