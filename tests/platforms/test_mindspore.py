@@ -153,6 +153,26 @@ class TestRandomNumbers:
         on.gradients(on.ms.recompute(function, x, use_reentrant=False), [x])
         assert not np.array_equal(*drawn)
 
+    @pytest.mark.parametrize("early_stop", [True, False])
+    def test_the_generator_is_forwards_in_a_replay_and_the_callers_after_it(self, on, x, early_stop):
+        """Rule 3: also after an early stop, where MindSpore alone leaves forward's behind."""
+        seen = []
+
+        def function(t):
+            seen.append(on.array(on.ms.get_rng_state()))
+            return on.exp(on.sin(t))
+
+        on.ms.manual_seed(1)
+        output, handle = collected(on, function, x, early_stop=early_stop)
+        on.ms.manual_seed(2)
+        callers = on.array(on.ms.get_rng_state())
+        on.platform.recompute_handle(handle, "s")
+        on.gradients(output, [x])
+        assert np.array_equal(on.array(on.ms.get_rng_state()), callers)
+        assert not np.array_equal(seen[0], callers)
+        assert len(seen) == 3
+        assert all(np.array_equal(seen[0], each) for each in seen)
+
     @pytest.mark.parametrize("name", DRAWS)
     def test_operators_with_seeds_repeat(self, on, x, name):
         """Rule 3: they follow the counts of seeds, which are forward's in a replay."""
@@ -336,6 +356,26 @@ class TestSessions:
             here = on.gradients(output, [x])
         assert equal(elsewhere, here)
         assert block.replays == 2
+
+    def test_an_id_that_mindspore_gives_a_backward_is_not_taken_for_it(self, on, block, x, equal):
+        """Rule 8: MindSpore keeps what a plain backward brings back under a number; a session may have the same."""
+        compat, seen = import_module("regrow.platform._mindspore._compat"), []
+
+        def function(t):
+            seen.append(compat.backward_id())
+            return block(t)
+
+        on.gradients(on.platform.checkpoint(function, x), [x])
+        for number in range(seen[-1], seen[-1] + 40):
+            output, handle = collected(on, function, x)
+            on.platform.recompute_handle(handle, number)
+            grads = on.gradients(output, [x])
+            on.platform.clear_recompute_session(number)
+            assert equal(grads, block.gradients(x)[:1])
+            if seen[-1] > number:
+                break
+        assert block.runs == len(seen)
+        assert block.runs == 2 + 3 * (number - seen[1] + 1)
 
     def test_clear_frees_what_is_held(self, on, block, x):
         """Rule 11: read or not."""

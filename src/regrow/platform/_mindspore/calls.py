@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow import arguments, errors
-from regrow._core import replaying
 from regrow.platform._mindspore import _compat, collecting, inputs, randomness, reach, records, sessions
 from regrow.platform._mindspore.faults import CheckpointError
 from regrow.platform._mindspore.frames import Frame, Handle, alive
@@ -99,8 +98,7 @@ def run(
         if options.preserve_rng_state:
             _check_repeatable(label, function, args, kwargs)
             state = stack.enter_context(randomness.repeatable())
-        if not replaying.is_recomputing():
-            sessions.bind_new(frame)
+        sessions.bind_new(frame)
         entry = collecting.add(frame)
         try:
             output, record = _forward(function, frame, args, kwargs, options, Surroundings(frame, state))
