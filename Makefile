@@ -4,7 +4,7 @@ VENV ?= .venv
 MINDSPORE_VENV ?= $(VENV)-mindspore
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-mindspore bench bench-peers format clean
+.PHONY: demo test test-torch test-mindspore bench bench-peers format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/regrow demo
@@ -23,6 +23,13 @@ test-mindspore: $(MINDSPORE_VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/host_cost.py
+
+# The tests on another version of torch, in an environment of its own: make test-torch TORCH=2.14.1
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1"; exit 2; }
+	test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,test]' torch==$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest
 
 # torch-remat beside the rest, in an environment of its own.
 bench-peers:
@@ -48,4 +55,4 @@ $(MINDSPORE_VENV)/.ready: Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(MINDSPORE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

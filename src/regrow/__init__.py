@@ -14,6 +14,7 @@ _HOMES = {
     "InputChangedError": "regrow._core.faults",
     "PlaceholderError": "regrow._core.faults",
     "RegionError": "regrow._core.faults",
+    "ReentrantHandle": "regrow._core.scope",
     "RegrowError": "regrow.errors",
     "ReplayMismatchError": "regrow._core.faults",
     "StateChangedError": "regrow._core.faults",
@@ -29,6 +30,7 @@ _HOMES = {
     "recompute_handle": "regrow.scheduling",
     "recompute_handle_collector_ctx": "regrow.scheduling",
     "recompute_session_ctx": "regrow.scheduling",
+    "reentrant_checkpoint_scope": "regrow.scheduling",
     "register_ambient": "regrow._core.ambient",
     "save_region": "regrow.wrappers",
 }

@@ -12,6 +12,7 @@ from torch import nn
 
 from regrow import arguments
 from regrow._core import regions
+from regrow._engines.function.replay import ReentrantOptions
 from regrow._engines.hooks.replay import Options
 from regrow.arguments import label_of
 from regrow.becoming import STATE, become, check_free
@@ -187,7 +188,7 @@ def _label(module: nn.Module, name: str) -> str:
     return f"{name} ({forward})" if name else forward
 
 
-def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
+def _checked(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
     arguments.check_names(checkpoint_kwargs, ("use_reentrant", *OPTION_NAMES))
     return check_options(**checkpoint_kwargs)
 
@@ -200,7 +201,7 @@ def _saved_function(function: Callable[..., Any], saving: _Saving) -> Callable[.
     return saved
 
 
-def _wrapped_function(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _wrapped_function(function: Callable[..., Any], options: Options | ReentrantOptions) -> Callable[..., Any]:
     label = label_of(function)
 
     @wraps(function)

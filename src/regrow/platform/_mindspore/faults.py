@@ -54,6 +54,6 @@ class ReplayMismatchError(CheckpointError):
     """
 
     def __init__(self, label: str, forward: int, replay: int) -> None:
-        super().__init__(errors.other_count(label, forward, replay), label=label)
+        super().__init__(errors.other_saved_count(label, forward, replay), label=label)
         self.forward = forward
         self.replay = replay
