@@ -364,5 +364,6 @@ def unrepeatable_cells(label: str, names: list[str]) -> str:
     return (
         f"{label}: {', '.join(names)} in training: on CPU MindSpore keeps the state of these random numbers inside the "
         "kernel, where nothing can rewind it, so a replay would draw others and give wrong gradients. "
-        "Call mindspore.ops.dropout in the function instead, or leave the cell outside of the checkpointed call."
+        "Call mindspore.ops.dropout in the function instead, or leave the cell outside of the checkpointed call. "
+        "If the function reaches the cell but does not run it, pass preserve_rng_state=False."
     )

@@ -282,6 +282,14 @@ class TestSessions:
         assert equal(grads, block.gradients(x))
         assert block.replays == 1
 
+    def test_prefire_where_nothing_is_recorded(self, on, block, x, equal):
+        """Rule 3: gradients are enabled in the replay, wherever it is started."""
+        output, handle = collected(on, block, x)
+        with on.not_recording():
+            on.platform.recompute_handle(handle, "s")
+        assert equal(read(on, output, [x, *block.weights]), block.gradients(x))
+        assert block.replays == 1
+
     def test_two_calls_in_one_session(self, on, make_block, x, equal):
         """Rule 9: fired in either order, each is replayed once."""
         first, second = make_block(1), make_block(2)

@@ -422,6 +422,15 @@ class TestSessions:
         finally:
             gc.enable()
 
+    def test_the_public_gradients_replay_lazily(self, on, block, x, equal):
+        """Rule 6: mindspore.grad replays each call once, and nothing is left of it."""
+        expected = block.gradients(x)
+        with on.platform.recompute_handle_collector_ctx() as handles:
+            dx, dw = on.ms.grad(lambda t: on.platform.checkpoint(block, t).sum(), 0, block.weights)(x)
+        on.settle()
+        assert equal([on.array(each) for each in (dx, *dw)], expected)
+        assert (block.replays, len(handles), handles[0]._frame()) == (1, 1, None)
+
     def test_the_public_gradients_prefire_too(self, on, block, x, equal):
         """Rule 9: inside mindspore.value_and_grad a forward may fire its own handles."""
 
