@@ -654,3 +654,108 @@ def test_backward_on_another_thread_finds_its_session(on_thread, on_pool_thread)
         y = x.detach().requires_grad_()
         y.sin().exp().sum().backward()
         assert_same(x.grad, y.grad)
+
+
+def test_a_pass_in_dw_that_does_not_ask_for_the_trigger_notes_nothing():
+    """Rule 29: without a dx before, with another gradient than the pass that follows."""
+    gradient, _, want_dw = oracle()
+    model, x = made(call)
+    with reentrant_checkpoint_scope(model.parameters()) as handles:
+        out = model(x)
+    set_phase(handles, "dw")
+    (weight,) = torch.autograd.grad(out, model.before.weight, gradient * 2, retain_graph=True)
+    found = torch.autograd.grad(out, [*model.explicit, *(handle.backward_trigger for handle in handles)], gradient)
+    for p, grad in zip(model.explicit, found, strict=False):
+        p.grad = grad
+    assert_same(weight, want_dw[0] * 2)
+    assert_same(model.grads(), want_dw)
+
+
+def test_dw_through_another_output_than_dx_is_computed_anew():
+    """Rule 29: what dx kept belongs to the outputs that it started from."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with reentrant_checkpoint_scope(layer.parameters()) as handles:
+        one, two = call(lambda t: (layer(t).sin(), layer(t).cos()), x)
+    set_phase(handles, "dx")
+    torch.autograd.grad(one.sum(), x, retain_graph=True)
+    set_phase(handles, "dw")
+    torch.autograd.grad((one + two).sum(), handles[0].backward_trigger)
+    got = [layer.weight.grad, layer.bias.grad]
+    want = torch.autograd.grad((layer(x).sin() + layer(x).cos()).sum(), [layer.weight, layer.bias])
+    assert_same(got, list(want))
+
+
+def test_a_trigger_outside_its_session_gives_a_tensor_too():
+    """Rule 29: the call was split by the session it was made in; outside it, it replays for itself."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with recompute_handle_collector_ctx() as handles, recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(lambda t: layer(t).sin(), x).sum()
+    clear_recompute_session("s")
+    dx, nothing = torch.autograd.grad(loss, [x, handles[0].backward_trigger])
+    assert nothing.shape == (0,)
+    want = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+    assert_same([dx, layer.weight.grad, layer.bias.grad], list(want))
+
+
+def test_dx_leaves_parameters_that_are_arguments_alone_whatever_is_asked():
+    """Rule 29: with phase "dx" a whole backward gives activations only; dw returns the rest."""
+    weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    with reentrant_checkpoint_scope([weight]) as handles:
+        loss = call(lambda t, w: (t @ w).sin(), x, weight).sum()
+    set_phase(handles, "dx")
+    loss.backward(retain_graph=True)
+    assert weight.grad is None
+    set_phase(handles, "dw")
+    dw, _ = torch.autograd.grad(loss, [weight, handles[0].backward_trigger])
+    assert_same([x.grad, dw], list(torch.autograd.grad((x @ weight).sin().sum(), [x, weight])))
+
+
+def test_a_value_that_changes_between_dx_and_dw_is_refused():
+    """Rule 4: as plain autograd refuses it; behind hooks autograd itself checks no versions."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    h = x * 1
+    with reentrant_checkpoint_scope(layer.parameters()) as handles:
+        loss = call(layer, h).sum()
+    set_phase(handles, "dx")
+    torch.autograd.grad(loss, x, retain_graph=True)
+    with torch.no_grad():
+        h.zero_()
+    set_phase(handles, "dw")
+    with pytest.raises(regrow.ValueChangedError, match="saved tensor"):
+        torch.autograd.grad(loss, handles[0].backward_trigger)
+
+
+def test_a_changed_weight_is_refused_in_a_session_too():
+    """Rule 24: the watch sees what is saved into slots."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(lambda t: layer(t).sin(), x).sum()
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        with pytest.raises(regrow.StateChangedError, match="weight"):
+            loss.backward()
+    clear_recompute_session("s")
+
+
+def test_prefire_before_forward_has_returned_is_refused():
+    """Rule 21."""
+    with recompute_handle_collector_ctx() as handles, pytest.raises(RuntimeError, match="has not returned yet"):
+        call(lambda x: recompute_handle(handles[0], "s"), torch.randn(3, requires_grad=True))
+    assert handles == []
+
+
+def test_a_session_that_its_own_replay_clears_is_not_filled(counted):
+    """Rule 11: this backward is right all the same, and nothing is left."""
+
+    def function(x):
+        if regrow.is_recomputing():
+            clear_recompute_session("s")
+        return x.sin()
+
+    region, x = counted(function), torch.randn(3, requires_grad=True)
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(region, x).sum()
+        frame = loss.grad_fn.next_functions[0][0].frame
+        loss.backward(retain_graph=True)
+    assert (frame.graphs, frame.replays, region.runs) == ({}, {}, 2)
+    assert_same(x.grad, x.detach().cos())

@@ -127,10 +127,13 @@ def _silently(frame: ReentrantFrame, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, recorded: bool) -> Any:
     """The output of forward as the output of one node."""
-    found, template = outputs.taken_apart(frame.label, output)
     frame.after_forward()
     if frame.inputs.changed_with_grad:
         raise InputChangedError(frame.label, *frame.inputs.changes)
+    if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():
+        frame.fresh = (output.detach(),)  # what most calls return
+        return apply(frame, frame.trigger, *tensors)[0]
+    found, template = outputs.taken_apart(frame.label, output)
     frame.fresh = outputs.aliases(found, recorded=recorded)
     joined = apply(frame, frame.trigger, *tensors)
     return joined[0] if template is None else template.fill(list(joined))[0][0]
