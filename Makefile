@@ -1,9 +1,10 @@
 # Two commands for newcomers: make demo, make test. Each makes the environment it needs.
 PYTHON ?= python3
 VENV ?= .venv
+MINDSPORE_VENV ?= $(VENV)-mindspore
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch bench bench-peers format clean
+.PHONY: demo test test-torch test-mindspore bench bench-peers format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/regrow demo
@@ -14,6 +15,11 @@ test: $(VENV)/.ready
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# The platform tests on MindSpore, in an environment of its own: it has no torch, and the fixtures above are left out.
+test-mindspore: $(MINDSPORE_VENV)/.ready
+	REGROW_PLATFORM=mindspore PYTHONPATH=src $(MINDSPORE_VENV)/bin/python -m pytest \
+		--confcutdir=tests/platforms --override-ini filterwarnings= tests/platforms
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/host_cost.py
@@ -39,6 +45,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the tools into $(VENV): about 1 GB, a minute or two"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(MINDSPORE_VENV)/.ready: Makefile
+	$(PYTHON) -m venv $(MINDSPORE_VENV)
+	@echo "installing MindSpore into $(MINDSPORE_VENV): about 800 MB, a minute or two"
+	$(MINDSPORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'mindspore==2.10.0' 'numpy<2' 'pytest>=8'
 	touch $@
 
 clean:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import regrow
 from regrow._core import compat, turns
 from regrow._core.split import Split, edges_of
+from regrow.platform import get_platform
 
 TABLE = Path(__file__).parents[1] / "docs" / "errors.md"
 ROW = re.compile(r"^\| `(?P<says>[^`]+)` \| (?P<cls>\w+) \|")
@@ -429,6 +430,7 @@ def share_under_ddp() -> None:
 RECORDING = {"rank": 0, "host": "here", "epoch_ns": 0, "events": []}
 
 CAUSES: dict[str, Callable[[], Any]] = {
+    "name must be one of": lambda: get_platform("jax"),
     "function is missing": lambda: regrow.checkpoint(x=1),
     "function must be": lambda: regrow.checkpoint(3, leaf()),
     "use_reentrant must be True or False": call(use_reentrant=None),

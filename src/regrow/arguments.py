@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 VALUE_CHECKS = ("values", "sample")
@@ -49,6 +49,47 @@ def check_session_id(value: object) -> Hashable:
             'name the session. Use a string, a number or a tuple such as ("micro_batch", 3).'
         )
     return value
+
+
+def check_options(
+    *,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], tuple[Any, Any]] | None,
+    policy_fn: Callable[..., Any] | None,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> None:
+    """Refuse options of a call that mean nothing on any platform."""
+    check_flag("preserve_rng_state", preserve_rng_state)
+    check_flag("debug", debug)
+    check_flag("early_stop", early_stop)
+    if respect_saved_tensors_hooks is not None:
+        check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks)
+    if context_fn is not None:
+        check_callable("context_fn", context_fn, "a function that returns two context managers")
+    if policy_fn is not None:
+        check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
+    check_determinism(determinism_check)
+
+
+def check_names(options: Iterable[str], allowed: tuple[str, ...]) -> None:
+    """Refuse options that no call has."""
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no option of checkpoint. The options are {', '.join(allowed)}.")
+
+
+def missing_function(kwargs: Iterable[str]) -> str:
+    """The sentence for arguments of a function that is not there."""
+    return f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """How messages name a function or module."""
+    name: str | None = getattr(function, "__qualname__", None)
+    return type(function).__name__ if name is None else name
 
 
 def check_pair(value: Any, source: Callable[..., Any]) -> tuple[Any, Any]:

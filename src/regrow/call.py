@@ -145,13 +145,11 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         )
     if function is None:
         if args or kwargs:
-            raise ValueError(
-                f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
-            )
+            raise ValueError(arguments.missing_function(kwargs))
         return _decorator(options)
     if not callable(function):
         arguments.check_callable("function", function, "the function or module to run")  # type: ignore[unreachable]
-    return run(function, label_of(function), args, kwargs, options)
+    return run(function, arguments.label_of(function), args, kwargs, options)
 
 
 def check_options(
@@ -167,16 +165,15 @@ def check_options(
 ) -> Options | ReentrantOptions:
     """Checked options of a call; ValueError names what is wrong."""
     arguments.check_flag("use_reentrant", use_reentrant)
-    arguments.check_flag("preserve_rng_state", preserve_rng_state)
-    arguments.check_flag("debug", debug)
-    arguments.check_flag("early_stop", early_stop)
-    if respect_saved_tensors_hooks is not None:
-        arguments.check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks)
-    if context_fn is not None:
-        arguments.check_callable("context_fn", context_fn, "a function that returns two context managers")
-    if policy_fn is not None:
-        arguments.check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
-    arguments.check_determinism(determinism_check)
+    arguments.check_options(
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        policy_fn=policy_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
     if use_reentrant:
         unable = {
             "context_fn": context_fn is not None,
@@ -202,19 +199,13 @@ def check_options(
     )
 
 
-def label_of(function: Callable[..., Any]) -> str:
-    """How messages name a function or module."""
-    name: str | None = getattr(function, "__qualname__", None)
-    return type(function).__name__ if name is None else name
-
-
 def _decorator(options: Options | ReentrantOptions) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
         arguments.check_callable("function", function, "the function to decorate")
 
         @wraps(function)
         def checkpointed(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-            output: Result = run(function, label_of(function), args, kwargs, options)
+            output: Result = run(function, arguments.label_of(function), args, kwargs, options)
             return output
 
         return checkpointed

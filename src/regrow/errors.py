@@ -21,6 +21,40 @@ def released_frame(label: str) -> str:
     )
 
 
+def unfinished_forward(label: str) -> str:
+    """The sentence for a prefire from inside the function itself."""
+    return f"{label}: cannot prefire, its forward has not returned yet."
+
+
+def foreign_handle(value: object) -> str:
+    """The sentence for something that is no handle of this platform."""
+    return f"handle must come from recompute_handle_collector_ctx(), got {value!r} of type {type(value).__name__}."
+
+
+def context_in_context(wanted: object, outer: object) -> str:
+    """The sentence for a context inside one of another session."""
+    return (
+        f"session_id: recompute_session_ctx({wanted!r}) inside recompute_session_ctx({outer!r}); "
+        "contexts nest only with the same id. Leave the outer context first."
+    )
+
+
+def prefire_in_context(wanted: object, outer: object) -> str:
+    """The sentence for a prefire inside a context of another session."""
+    return (
+        f"session_id: recompute_handle(..., {wanted!r}) inside recompute_session_ctx({outer!r}). "
+        "Prefire inside a context of the same session, or outside any."
+    )
+
+
+def prefire_let_go(wanted: object) -> str:
+    """The sentence for a prefire inside a context that does not retain."""
+    return (
+        f"retain_on_unpack: recompute_handle(..., {wanted!r}) inside a context with retain_on_unpack=False, "
+        "which lets values go as they are read. Prefire inside a retaining context, or outside any."
+    )
+
+
 def busy_frame(label: str, owner: object, wanted: object) -> str:
     """The sentence for a frame that another session holds."""
     return (
@@ -299,3 +333,37 @@ def other_outputs(label: str, different: list[tuple[int, object, object]]) -> st
     """The sentence for a replay that returns other tensors than forward did."""
     listed = "; ".join(f"output {index}: forward {then}, replay {now}" for index, then, now in different)
     return f"{label}: outputs of the replay differ. {listed}. Does the function branch on state that changed since?"
+
+
+def other_saved_count(label: str, forward: int, replay: int) -> str:
+    """The sentence for a replay that saves more or fewer tensors, where nothing else is known of it."""
+    more = " or more" if replay > forward else ""
+    return (
+        f"{label}: forward saved {forward} tensors, the replay saved {replay}{more}. "
+        "Does the function branch on state that changed since forward (a global, a counter, a training flag), "
+        "or catch every Exception?"
+    )
+
+
+def read_twice(session_id: object) -> str:
+    """The sentence for a value that was asked for again after it was let go."""
+    return (
+        f"session {session_id!r}: a saved tensor was read twice inside one recompute_session_ctx({session_id!r}, "
+        "retain_on_unpack=False), which lets values go as they are read. Open the context with retain_on_unpack=True "
+        "for all passes but the last, or anew for each pass."
+    )
+
+
+def mindspore_lacks(asked: str, why: str, instead: str) -> str:
+    """The sentence for what the MindSpore platform cannot do, with another way."""
+    return f"{asked}: not on MindSpore: {why}. {instead}"
+
+
+def unrepeatable_cells(label: str, names: list[str]) -> str:
+    """The sentence for cells whose random numbers a replay on CPU could not draw again."""
+    return (
+        f"{label}: {', '.join(names)} in training: on CPU MindSpore keeps the state of these random numbers inside the "
+        "kernel, where nothing can rewind it, so a replay would draw others and give wrong gradients. "
+        "Call mindspore.ops.dropout in the function instead, or leave the cell outside of the checkpointed call. "
+        "If the function reaches the cell but does not run it, pass preserve_rng_state=False."
+    )

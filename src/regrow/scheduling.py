@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from regrow import arguments
+from regrow import arguments, errors
 from regrow._core import collect, scope, session
 from regrow._core.carrier import carry
 from regrow._core.frame import Handle, frame_of
@@ -60,9 +60,7 @@ def recompute_handle(handle: Handle, session_id: Hashable, carrier: bool = False
     arguments.check_session_id(session_id)
     arguments.check_flag("carrier", carrier)
     if not isinstance(handle, Handle):
-        raise ValueError(
-            f"handle must come from recompute_handle_collector_ctx(), got {handle!r} of type {type(handle).__name__}."
-        )
+        raise ValueError(errors.foreign_handle(handle))
     if handle._saved_nothing:
         return
     frame = frame_of(handle)

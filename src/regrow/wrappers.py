@@ -14,8 +14,9 @@ from regrow import arguments
 from regrow._core import regions
 from regrow._engines.function.replay import ReentrantOptions
 from regrow._engines.hooks.replay import Options
+from regrow.arguments import label_of
 from regrow.becoming import STATE, become, check_free
-from regrow.call import OPTION_NAMES, Result, check_options, label_of, run
+from regrow.call import OPTION_NAMES, Result, check_options, run
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -188,10 +189,7 @@ def _label(module: nn.Module, name: str) -> str:
 
 
 def _checked(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
-    unknown = sorted(set(checkpoint_kwargs) - {"use_reentrant", *OPTION_NAMES})
-    if unknown:
-        allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
-        raise ValueError(f"{', '.join(unknown)}: no option of checkpoint. The options are {allowed}.")
+    arguments.check_names(checkpoint_kwargs, ("use_reentrant", *OPTION_NAMES))
     return check_options(**checkpoint_kwargs)
 
 

@@ -12,6 +12,7 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from weakref import WeakSet, WeakValueDictionary
 
+from regrow import errors
 from regrow._core import events, replaying, telling
 from regrow._core.faults import FrameBusyError
 from regrow._core.frame import Frame
@@ -84,10 +85,7 @@ class Opened(ContextDecorator):
     def __enter__(self) -> None:
         outer = _here()
         if outer is not None and outer.session.id != self._id:
-            raise ValueError(
-                f"session_id: recompute_session_ctx({self._id!r}) inside recompute_session_ctx({outer.session.id!r}); "
-                "contexts nest only with the same id. Leave the outer context first."
-            )
+            raise ValueError(errors.context_in_context(self._id, outer.session.id))
         with _control:
             session, is_new = _get(self._id)
             context = Context(session, retain=self._retain)
@@ -119,15 +117,9 @@ def refuse_busy(frame: Frame, session_id: Hashable) -> None:
     """Refuse a prefire where it may not stand, and one for a frame that another session holds."""
     context = _here()
     if context is not None and context.session.id != session_id:
-        raise ValueError(
-            f"session_id: recompute_handle(..., {session_id!r}) inside recompute_session_ctx"
-            f"({context.session.id!r}). Prefire inside a context of the same session, or outside any."
-        )
+        raise ValueError(errors.prefire_in_context(session_id, context.session.id))
     if context is not None and not context.retain:
-        raise ValueError(
-            f"retain_on_unpack: recompute_handle(..., {session_id!r}) inside a context with retain_on_unpack=False, "
-            "which lets values go as they are read. Prefire inside a retaining context, or outside any."
-        )
+        raise ValueError(errors.prefire_let_go(session_id))
     bound = frame.bound
     if bound is not None and bound.id != session_id:
         raise FrameBusyError(frame.label, bound.id, session_id)

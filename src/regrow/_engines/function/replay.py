@@ -293,7 +293,7 @@ class ReentrantFrame(SplitFrame):
         if self.released:
             raise RuntimeError(errors.let_go_frame(self.label))
         if not self.complete:
-            raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+            raise RuntimeError(errors.unfinished_forward(self.label))
 
     def _as_then(self) -> Callable[..., Any]:
         """The function, as it was in forward."""

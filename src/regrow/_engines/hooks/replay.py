@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from regrow import errors
 from regrow._core import compat, events, replaying, telling
 from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
@@ -102,7 +103,7 @@ class HooksFrame(Frame):
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:
-            raise RuntimeError(f"{self.label}: cannot prefire, its forward has not returned yet.")
+            raise RuntimeError(errors.unfinished_forward(self.label))
         if session in self.replays and events.listeners:
             telling.fired_again(self, session)
         if session in self.replays or not slots.live_count(self.saved):
