@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench bench-peers format clean
+.PHONY: demo test test-torch bench bench-peers format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/regrow demo
@@ -17,6 +17,13 @@ test: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/host_cost.py
+
+# The tests on another version of torch, in an environment of its own: make test-torch TORCH=2.14.1
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1"; exit 2; }
+	test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,test]' torch==$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest
 
 # torch-remat beside the rest, in an environment of its own.
 bench-peers:
@@ -35,4 +42,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -41,7 +41,20 @@ class Engine:
         return regrow.checkpoint(*args, use_reentrant=self.use_reentrant, **kwargs)
 
 
-ENGINES = [Engine("hooks", use_reentrant=False)]
+ENGINES = [Engine("hooks", use_reentrant=False), Engine("reentrant", use_reentrant=True)]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of what only one engine does run on that one; the mark says why."""
+    others = []
+    for item in items:
+        mark, spec = item.get_closest_marker("only"), getattr(item, "callspec", None)
+        here = spec.params.get("engine") if spec is not None else None
+        if mark is not None and here is not None and here.name not in mark.args:
+            others.append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(params=ENGINES, ids=lambda engine: engine.name)

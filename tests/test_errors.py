@@ -311,6 +311,45 @@ def region(*ways: Callable[..., Any], **options: Any) -> Callable[[], None]:
     return run
 
 
+def reentrant(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda: regrow.checkpoint(function, leaf(), use_reentrant=True)
+
+
+def grad_enabled(action: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return action()
+
+
+class Record:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def capture_a_graph() -> None:
+    outside = leaf() * 2
+    reentrant(lambda x: x * outside)()
+
+
+def reach_a_buffer() -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("scale", leaf())
+    reentrant(layer)()
+
+
+def nest_scopes() -> None:
+    with regrow.reentrant_checkpoint_scope([]), regrow.reentrant_checkpoint_scope([]):
+        pass
+
+
+def with_reentrant(action: Callable[[Any, torch.Tensor], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with regrow.reentrant_checkpoint_scope([]) as handles:
+            loss = reentrant(torch.sin)().sum()
+        action(handles[0], loss)
+
+    return run
+
+
 def overwrite_a_weight_of_a_region() -> None:
     weight = leaf()
     out = regrow.checkpoint(lambda t: save(torch.mul, t.sin(), weight).sum(), leaf())
@@ -334,13 +373,84 @@ def torch_contexts() -> Any:
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
 
 
+def set_phase_outside() -> None:
+    with regrow.recompute_handle_collector_ctx() as handles:
+        output = reentrant(torch.sin)()
+    try:
+        handles[0].set_phase("dx")
+    finally:
+        del output
+
+
+def limit_a_backward() -> None:
+    x = leaf()
+    torch.autograd.grad(regrow.checkpoint(nn.Linear(4, 4), x, use_reentrant=True).sum(), x)
+
+
+def leave_a_graph() -> None:
+    def function(x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        kept.append(x.sin())
+        return x.cos()
+
+    regrow.checkpoint(function, leaf(), [], use_reentrant=True).sum().backward()
+
+
+def replay_other(forward: Callable[..., Any], replay: Callable[..., Any]) -> Callable[[], Any]:
+    def run() -> None:
+        outputs = reentrant(lambda x: replay(x) if regrow.is_recomputing() else forward(x))()
+        sum(output.sum() for output in outputs).backward()
+
+    return run
+
+
+def share_under_ddp() -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(regrow.checkpoint(self.layer, x, use_reentrant=True))
+
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = DistributedDataParallel(Net())
+        net(leaf()).sum().backward()
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
 RECORDING = {"rank": 0, "host": "here", "epoch_ns": 0, "events": []}
 
 CAUSES: dict[str, Callable[[], Any]] = {
     "function is missing": lambda: regrow.checkpoint(x=1),
     "function must be": lambda: regrow.checkpoint(3, leaf()),
     "use_reentrant must be True or False": call(use_reentrant=None),
-    "has no reentrant engine": call(use_reentrant=True),
+    "not with use_reentrant=True": call(use_reentrant=True, debug=True),
+    "inside another one with use_reentrant=True": reentrant(lambda x: grad_enabled(reentrant(torch.sin))),
+    "which holds no tensor": reentrant(lambda x: None),
+    "with tensors inside, which is no container": reentrant(lambda x: (x, Record(x * 2))),
+    "was computed outside and needs a gradient": capture_a_graph,
+    "reaches the buffer": reach_a_buffer,
+    "parameters must be an iterable": lambda: regrow.reentrant_checkpoint_scope(3),
+    "parameters must hold tensors": lambda: regrow.reentrant_checkpoint_scope([3]),
+    "reentrant_checkpoint_scope inside another one": nest_scopes,
+    "phase must be": with_reentrant(lambda handle, loss: handle.set_phase("dz")),
+    "on a call that is not split": set_phase_outside,
+    "this checkpointed call was released": with_reentrant(lambda handle, loss: (handle.release(), loss.backward())),
+    "whose phase was never set": with_reentrant(lambda handle, loss: loss.backward()),
+    "reached a checkpoint with use_reentrant=True that captures": limit_a_backward,
+    "whose gradients have no graph": lambda: reentrant(torch.sin)().sum().backward(create_graph=True),
+    "leaves a tensor that needs a gradient in": leave_a_graph,
+    "tensor(s), the replay returned": replay_other(lambda x: (x.sin(), x.cos()), lambda x: (x.sin(),)),
+    "outputs of the replay differ": replay_other(lambda x: (x.sin(),), lambda x: (x.sin()[:1],)),
+    "of a DistributedDataParallel module is used by another": share_under_ddp,
     "preserve_rng_state must be True or False": call(preserve_rng_state=1),
     "debug must be True or False": call(debug="yes"),
     "early_stop must be True or False": call(early_stop=1),
@@ -380,7 +490,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "for a replay on another thread": wait_for_a_thread_that_waits,
     "backward through its own output": run_into_itself,
     "save_output must be True or False": lambda: regrow.checkpoint_exclude_wrapper(torch.sin, save_output=1),
-    "wrote in place into": region(lambda t: save(torch.Tensor.exp_, t.sin())),
+    "wrote into": region(lambda t: save(torch.Tensor.exp_, t.sin())),
     "was changed in place after the region": region(lambda t: save(torch.sin, t.sin()).mul_(2).exp()),
     "a tensor that a SAVE region kept was changed": overwrite_a_weight_of_a_region,
     "and the function went on": region(go_on_after_an_error),

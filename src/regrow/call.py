@@ -9,11 +9,14 @@ from typing import Any, ParamSpec, TypeVar, overload
 from regrow import arguments
 from regrow._core import compat
 from regrow._engines import native
-from regrow._engines.hooks import engine
+from regrow._engines.function import engine as reentrant
+from regrow._engines.function.replay import ReentrantOptions
+from regrow._engines.hooks import engine as hooks
 from regrow._engines.hooks.engine import DEFAULTS
 from regrow._engines.hooks.replay import Options
 
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
+REENTRANT = ReentrantOptions()  # what nearly every reentrant call has
 
 
 Params = ParamSpec("Params")
@@ -61,7 +64,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
 ) -> Any:
     """Run a function without keeping its activations; regrow them when backward, or a scheduler, asks.
 
-    A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: same values, same gradients. Without
+    A drop-in for ``torch.utils.checkpoint.checkpoint``: same values, same gradients. Without
     a positional argument it is a decorator, also for methods; the parentheses are required::
 
         @checkpoint(early_stop=False)
@@ -74,7 +77,11 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         function: what to run; it runs again for every replay, so it must do the same again.
         *args: its positional arguments. Containers known to torch's pytree are taken apart, and a replay gets fresh
             ones as forward saw them.
-        use_reentrant: False for this engine. True is the reentrant engine, which this version does not have.
+        use_reentrant: False for the engine on saved-tensor hooks, which does all that is said here. True for the one on
+            an autograd Function: the lowest cost in forward, for whole first-order backwards and, inside
+            `regrow.reentrant_checkpoint_scope` or a session, for split ones. It takes no ``context_fn``, ``policy_fn``
+            or ``debug``; its replays always run the whole function, whatever ``early_stop`` is; its determinism check
+            compares outputs.
         preserve_rng_state: replays draw the random numbers of forward, and leave the caller's generators untouched.
         context_fn: returns two context managers, for forward and for replays.
         policy_fn: selective checkpointing: a value of `regrow.policies`, or ``policy_fn(ctx, op, *args, **kwargs)``
@@ -99,12 +106,14 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         What the function returns, or a decorator.
 
     Raises:
-        ValueError: a bad option, or ``context_fn`` that returns no pair.
+        ValueError: a bad option, or ``context_fn`` that returns no pair. With ``use_reentrant=True``: the function
+            returns no tensor, captures one with a graph of its own, or another reentrant call is inside it.
         RuntimeError: a device was first initialised inside the function.
         regrow.CheckpointError: from backward: the replay differs from forward, or an input was changed in place. From
             the call: it is made inside a scheduled replay, or the forward context swallowed an exception.
 
-    Memory: holds the inputs from the call until the graph of the output dies. Regrown tensors live until they are
+    Memory: holds the inputs from the call until the graph of the output dies; with ``use_reentrant=True`` until a
+        backward that does not retain the graph has passed, if that is earlier. Regrown tensors live until they are
         read, their backward ends, or their session is cleared; a graph node that dies frees its own at once.
 
     Threads: backward may run on any thread. A replay runs on the thread that asked for it, under a lock of the call.
@@ -112,7 +121,7 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
     Source: torch 2.13, utils/checkpoint.py; the decorator form and ``respect_saved_tensors_hooks`` are torch 2.14's.
     """
     if (
-        use_reentrant is False
+        (use_reentrant is False or use_reentrant is True)
         and preserve_rng_state is True
         and context_fn is None
         and policy_fn is None
@@ -121,7 +130,8 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
         and debug is False
         and early_stop is True
     ):
-        options = DEFAULTS  # what nearly every call has, without building it again
+        # What nearly every call has, without building it again.
+        options: Options | ReentrantOptions = REENTRANT if use_reentrant else DEFAULTS
     else:
         options = check_options(
             use_reentrant=use_reentrant,
@@ -139,7 +149,8 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
                 f"function is missing: checkpoint() got {', '.join(sorted(kwargs))} for it, but not the function."
             )
         return _decorator(options)
-    arguments.check_callable("function", function, "the function or module to run")
+    if not callable(function):
+        arguments.check_callable("function", function, "the function or module to run")  # type: ignore[unreachable]
     return run(function, label_of(function), args, kwargs, options)
 
 
@@ -153,14 +164,9 @@ def check_options(
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
-) -> Options:
+) -> Options | ReentrantOptions:
     """Checked options of a call; ValueError names what is wrong."""
     arguments.check_flag("use_reentrant", use_reentrant)
-    if use_reentrant:
-        raise NotImplementedError(
-            "use_reentrant=True: this version of regrow has no reentrant engine. Leave use_reentrant "
-            "at False: that engine also takes nested containers, captured parameters and partial backwards."
-        )
     arguments.check_flag("preserve_rng_state", preserve_rng_state)
     arguments.check_flag("debug", debug)
     arguments.check_flag("early_stop", early_stop)
@@ -171,6 +177,20 @@ def check_options(
     if policy_fn is not None:
         arguments.check_callable("policy_fn", policy_fn, "a function policy_fn(ctx, op, *args, **kwargs)")
     arguments.check_determinism(determinism_check)
+    if use_reentrant:
+        unable = {
+            "context_fn": context_fn is not None,
+            "policy_fn": policy_fn is not None,
+            "debug": debug,
+            f"determinism_check={determinism_check!r}": determinism_check in arguments.VALUE_CHECKS,
+        }
+        if any(unable.values()):
+            given = ", ".join(name for name, is_given in unable.items() if is_given)
+            raise ValueError(
+                f"{given}: not with use_reentrant=True, which keeps and compares no saved tensors. "
+                "Leave use_reentrant at False for selective checkpointing, contexts and the operator log."
+            )
+        return ReentrantOptions(preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
     return Options(
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
@@ -188,7 +208,7 @@ def label_of(function: Callable[..., Any]) -> str:
     return type(function).__name__ if name is None else name
 
 
-def _decorator(options: Options) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+def _decorator(options: Options | ReentrantOptions) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
         arguments.check_callable("function", function, "the function to decorate")
 
@@ -203,9 +223,22 @@ def _decorator(options: Options) -> Callable[[Callable[Params, Result]], Callabl
 
 
 def run(
-    function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    function: Callable[..., Any],
+    label: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options | ReentrantOptions,
 ) -> Any:
     """Run a call with checked options."""
     if compat.tracing():
-        return native.run(function, args, kwargs, {name: getattr(options, name) for name in OPTION_NAMES})
-    return engine.run(function, label, args, kwargs, options)
+        return native.run(function, args, kwargs, _as_torch_has_them(options))
+    if type(options) is ReentrantOptions:
+        return reentrant.run(function, label, args, kwargs, options)
+    assert isinstance(options, Options)
+    return hooks.run(function, label, args, kwargs, options)
+
+
+def _as_torch_has_them(options: Options | ReentrantOptions) -> dict[str, Any]:
+    if isinstance(options, ReentrantOptions):  # a tracer sees the whole backward, so there is only one engine
+        options = Options(preserve_rng_state=options.preserve_rng_state, determinism_check=options.determinism_check)
+    return {name: getattr(options, name) for name in OPTION_NAMES}

@@ -77,8 +77,8 @@ def misused_placeholder(region: str, operator: str) -> str:
 def region_wrote(label: str, region: str, names: list[str]) -> str:
     """The sentence for a SAVE region that writes into what it is given."""
     return (
-        f"{label}: SAVE region {region} wrote in place into {', '.join(names)}. A replay does not run the region, so "
-        "what comes after it would see the old values. Return the new values, or leave the write outside the region."
+        f"{label}: SAVE region {region} wrote into {', '.join(names)}. A replay does not run the region, so what comes "
+        "after it would see the old values. Return the new values, or leave the write outside the region."
     )
 
 
@@ -122,11 +122,11 @@ def region_input_differs(label: str, region: str, name: str, forward: str, repla
     )
 
 
-def region_hides(region: str, kind: str, names: list[str]) -> str:
+def region_hides(region: str, kind: str, what: str) -> str:
     """The sentence for a region that returns tensors where they cannot be seen."""
     return (
-        f"SAVE region {region} returns a {kind} with tensors in {', '.join(names)}, which cannot be taken apart "
-        "to keep them. Return a tuple or a dict, or register the class with torch.utils.pytree."
+        f"SAVE region {region} returns a {kind} ({what}), which cannot be taken apart to be kept for the replay. "
+        "Return a tuple or a dict, or register the class with torch.utils.pytree."
     )
 
 
@@ -187,3 +187,115 @@ def device_woke_up(label: str, device_type: str) -> str:
         "random generator before forward is unknown and a replay could draw other numbers. "
         f"Initialise {device_type} before the call, or pass preserve_rng_state=False."
     )
+
+
+def let_go_frame(label: str) -> str:
+    """The sentence for a reentrant call that was released."""
+    return (
+        f"{label}: this checkpointed call was released, by its backward, by handle.release(), or by a backward that "
+        "failed, so it cannot be replayed. Run backward with retain_graph=True if it runs more than once; after an "
+        "error, run forward again."
+    )
+
+
+def nested_reentrant(label: str) -> str:
+    """The sentence for a reentrant call inside another one."""
+    return (
+        f"{label}: a checkpoint with use_reentrant=True inside another one with use_reentrant=True. "
+        "Leave use_reentrant at False for the inner call, or for both."
+    )
+
+
+def no_output(label: str, kind: str) -> str:
+    """The sentence for a reentrant call that returns no tensor."""
+    return (
+        f"{label}: returned {kind}, which holds no tensor. With use_reentrant=True a checkpointed function must return "
+        "a tensor, or a container of tensors that torch's pytree knows. Return one, or leave use_reentrant at False."
+    )
+
+
+def hidden_output(label: str, kind: str) -> str:
+    """The sentence for tensors that are returned where nobody finds them."""
+    return (
+        f"{label}: returned a {kind} with tensors inside, which is no container that torch's pytree knows, so these "
+        "tensors would have no gradient. Register it with torch's pytree, return a tuple or dict, "
+        "or leave use_reentrant at False."
+    )
+
+
+def captured_graph(label: str, name: str) -> str:
+    """The sentence for a captured tensor that has a graph of its own."""
+    what = f"captures {name!r}, a tensor that" if name else "captures a tensor that"
+    return (
+        f"{label}: {what} was computed outside and needs a gradient. With use_reentrant=True backward would run "
+        "through the graph outside at the wrong time. Pass it as an argument, or leave use_reentrant at False."
+    )
+
+
+def shared_under_ddp(label: str, name: str) -> str:
+    """The sentence for a parameter that DDP would reduce before all of its gradient is there."""
+    return (
+        f"{label}: parameter {name} of a DistributedDataParallel module is used by another checkpoint with "
+        "use_reentrant=True, or outside of them, too. DDP would reduce a part of its gradient. "
+        "Pass static_graph=True to DistributedDataParallel, or leave use_reentrant at False."
+    )
+
+
+def leaked_graph(label: str, where: str) -> str:
+    """The sentence for a tensor with a graph that is left elsewhere than in the output."""
+    return (
+        f"{label}: leaves a tensor that needs a gradient in {where}. With use_reentrant=True forward has no graph, so "
+        "whoever uses that tensor gets no gradient through it. Return it, or store it detached, or leave use_reentrant "
+        "at False."
+    )
+
+
+def buffer_with_grad(label: str, name: str) -> str:
+    """The sentence for a buffer that needs a gradient."""
+    return (
+        f"{label}: reaches the buffer {name}, which needs a gradient. With use_reentrant=True a replay runs on copies "
+        "of buffers, so it would get none. Make it a parameter, or leave use_reentrant at False."
+    )
+
+
+def second_order(label: str) -> str:
+    """The sentence for a backward that records itself, or is batched."""
+    return (
+        f"{label}: backward with create_graph=True, or inside a torch.func transform, through a checkpoint with "
+        "use_reentrant=True, whose gradients have no graph. Leave use_reentrant at False for second derivatives and "
+        "batched gradients."
+    )
+
+
+def limited_backward(label: str, n_captured: int) -> str:
+    """The sentence for a limited backward that would accumulate on the side."""
+    return (
+        f"{label}: autograd.grad() or backward(inputs=...) reached a checkpoint with use_reentrant=True that captures "
+        f"{n_captured} {'parameters' if n_captured > 1 else 'parameter'}, whose gradients would be lost or accumulate "
+        "although nobody asked. Nothing was changed. Make the call inside "
+        "regrow.reentrant_checkpoint_scope(parameters) and set its phase, or run a whole backward(), or leave "
+        "use_reentrant at False."
+    )
+
+
+def phase_missing(label: str) -> str:
+    """The sentence for a split call whose half of backward was not said."""
+    return (
+        f"{label}: backward reached a call of a reentrant_checkpoint_scope whose phase was never set. Call "
+        'handle.set_phase("dx") before the pass for activations, and handle.set_phase("dw") before the one for '
+        "parameters, on every handle of the scope."
+    )
+
+
+def other_count(label: str, forward: int, replay: int) -> str:
+    """The sentence for a replay that returns more or fewer tensors than forward did."""
+    return (
+        f"{label}: forward returned {forward} tensor(s), the replay returned {replay}. "
+        "Does the function branch on state that changed since?"
+    )
+
+
+def other_outputs(label: str, different: list[tuple[int, object, object]]) -> str:
+    """The sentence for a replay that returns other tensors than forward did."""
+    listed = "; ".join(f"output {index}: forward {then}, replay {now}" for index, then, now in different)
+    return f"{label}: outputs of the replay differ. {listed}. Does the function branch on state that changed since?"

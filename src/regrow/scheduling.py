@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from regrow import arguments
-from regrow._core import collect, session
+from regrow._core import collect, scope, session
 from regrow._core.carrier import carry
 from regrow._core.frame import Handle, frame_of
 
@@ -119,3 +119,49 @@ def clear_recompute_session(session_id: Hashable) -> None:
     Threads: any.
     """
     session.clear(arguments.check_session_id(session_id))
+
+
+def reentrant_checkpoint_scope(parameters: scope.Source) -> AbstractContextManager[list[Handle]]:
+    """A context in which the backward of calls with ``use_reentrant=True`` can be cut into dx and dw.
+
+    It yields a list that fills with one `regrow.ReentrantHandle` per such call made inside, in forward order. Before
+    each half, say which it is, on every handle; in the second half, name the triggers among the targets::
+
+        with reentrant_checkpoint_scope(model.parameters()) as handles:
+            output = model(x)
+        for handle in handles:
+            handle.set_phase("dx")
+        dx = torch.autograd.grad(output, x, gradient, retain_graph=True)
+        triggers = [handle.backward_trigger for handle in handles]
+        for handle in handles:
+            handle.set_phase("dw")
+        dw = torch.autograd.grad(output, [*parameters_used_outside, *triggers], gradient)
+
+    Parameters that a call captures accumulate into ``.grad`` in dw, as in ``backward()``; those given to it as
+    arguments get theirs returned. dw starts from what dx kept, so the gradient of the output must be that of dx. A dw
+    without a dx before it computes both.
+
+    Args:
+        parameters: an iterable of tensors, or a function that returns one, which is called once, for the first call
+            inside. It tells parameters among the arguments of calls from activations.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        ValueError: ``parameters`` gives anything but tensors, or a scope is open already.
+
+    Memory: from dx to dw a call holds what dw reads of its replay, one gradient per place where parameters join, and
+        the gradients of its inputs; after dw nothing. A handle keeps nothing alive.
+
+    Threads: for calls made in the context (``contextvars``) that opened it; backward may run on any thread.
+
+    Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    """
+    return _scope(scope.Scope(scope.check_source(parameters)))
+
+
+@contextmanager
+def _scope(new: scope.Scope) -> Iterator[list[Handle]]:
+    with scope.opened(new):
+        yield new.handles

@@ -12,6 +12,7 @@ from torch import nn
 
 from regrow import arguments
 from regrow._core import regions
+from regrow._engines.function.replay import ReentrantOptions
 from regrow._engines.hooks.replay import Options
 from regrow.becoming import STATE, become, check_free
 from regrow.call import OPTION_NAMES, Result, check_options, label_of, run
@@ -186,7 +187,7 @@ def _label(module: nn.Module, name: str) -> str:
     return f"{name} ({forward})" if name else forward
 
 
-def _checked(checkpoint_kwargs: dict[str, Any]) -> Options:
+def _checked(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
     unknown = sorted(set(checkpoint_kwargs) - {"use_reentrant", *OPTION_NAMES})
     if unknown:
         allowed = ", ".join(("use_reentrant", *OPTION_NAMES))
@@ -202,7 +203,7 @@ def _saved_function(function: Callable[..., Any], saving: _Saving) -> Callable[.
     return saved
 
 
-def _wrapped_function(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _wrapped_function(function: Callable[..., Any], options: Options | ReentrantOptions) -> Callable[..., Any]:
     label = label_of(function)
 
     @wraps(function)

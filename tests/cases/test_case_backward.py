@@ -23,6 +23,7 @@ def test_each_backward_over_a_retained_graph_replays_once(engine, counted):
     torch.testing.assert_close(got, (x.grad, w.grad))
 
 
+@pytest.mark.only("hooks", because="the other engine refuses a limited backward outside a scope")
 @pytest.mark.case("E2")
 def test_only_the_gradients_that_were_asked_for(engine, same):
     """Rule 1: backward(inputs=...) and autograd.grad touch what they name and nothing else."""
@@ -45,6 +46,9 @@ def test_only_the_gradients_that_were_asked_for(engine, same):
     assert torch.autograd.grad(loss(), [unused], allow_unused=True) == (None,)
 
 
+@pytest.mark.only(
+    "hooks", because="forward of the other engine records no graph that could be differentiated or hooked inside it"
+)
 @pytest.mark.case("E3")
 def test_a_force_field_differentiates_its_own_energy(same_grads):
     """Rule 1: autograd.grad inside the function, and gradients of what it gave."""
@@ -90,6 +94,7 @@ def test_a_custom_backward_reads_its_saved_tensors_more_than_once(engine):
     torch.testing.assert_close(x.grad, 3 * x.detach().sin() ** 2 * x.detach().cos())
 
 
+@pytest.mark.only("hooks", because="each call of the other engine that captures a parameter fires its hooks")
 @pytest.mark.case("E5")
 def test_hooks_of_a_shared_parameter_fire_once(engine):
     """Rule 1: one weight in two calls and outside them is one parameter with one gradient."""
@@ -126,6 +131,7 @@ def test_per_sample_gradients_with_vmap_of_grad(engine):
     torch.testing.assert_close(grads(engine.checkpoint), grads(lambda function, x: function(x)))
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 @pytest.mark.case("E7")
 def test_nested_calls_run_once_more_per_level(same_grads):
     """Rule 15: a function runs in forward and once for each level down to it, at most."""

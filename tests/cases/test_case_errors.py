@@ -42,6 +42,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(engine, same):
     same(got, x.grad)
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @pytest.mark.case("G2")
 def test_a_replay_that_routes_differently_is_an_error(engine):
     """Rule 4: experts that get other rows in the replay make an error, not a gradient."""
@@ -88,6 +89,7 @@ def test_the_slopes_of_a_randomised_leaky_relu_are_those_that_were_applied(engin
     torch.testing.assert_close(x.grad * x.detach(), again.detach())
 
 
+@pytest.mark.only("hooks", because="the other engine replays whenever backward comes by")
 @pytest.mark.case("G4")
 def test_nothing_is_replayed_where_nothing_was_saved(engine, counted):
     """Rule 2: a backward that needs no saved tensor runs nothing again."""

@@ -29,6 +29,7 @@ def test_a_function_may_end_in_an_in_place_operator_on_a_view(same_grads, name):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="the other engine refuses it in forward")
 @pytest.mark.case("D2")
 def test_a_function_that_overwrites_its_own_input_is_refused_before_anything_accumulates(engine):
     """Rule 4: the replay would start from the overwritten values, so it does not start."""

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from regrow import create_selective_checkpoint_contexts
 
+pytestmark = pytest.mark.only("hooks", because="the other engine has no selective checkpointing")
+
 MM = torch.ops.aten.mm.default
 TANH = torch.ops.aten.tanh.default
 

@@ -77,6 +77,7 @@ def test_a_function_mode_around_forward_is_there_in_the_replay(engine):
     torch.testing.assert_close(x.grad, want)
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 @pytest.mark.case("B4")
 def test_backward_on_another_thread_replays_as_forward_ran(same_grads, on_thread):
     """Rule 3: autocast, random numbers and grad mode of forward hold on a bare thread, and only in the replay."""

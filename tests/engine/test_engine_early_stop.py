@@ -11,6 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.only("hooks", because="replays of the other engine always run the whole function")
+
 
 class Steps:
     """A function with marks between its operators: ``marks`` tells how far each run came."""

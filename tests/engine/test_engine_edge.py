@@ -44,7 +44,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# The other engine takes no context_fn, whatever it returns.
+ASKED = [
+    pytest.param(name, marks=pytest.mark.only("hooks", because="it takes context_fn")) if "gives" in name else name
+    for name in MISTAKES
+]
+
+
+@pytest.mark.parametrize("mistake", ASKED)
 def test_a_bad_option_is_refused_with_name_value_and_what_is_allowed(engine, mistake):
     """Rule 19: a ValueError, before the function runs, and no handle is left."""
     options, words = MISTAKES[mistake]
@@ -106,6 +113,7 @@ def test_a_decorator_without_options(engine):
     assert len(handles) == 1
 
 
+@pytest.mark.only("hooks", because="the other engine refuses a limited backward outside a scope")
 def test_a_decorated_method(engine, same):
     """Rule 1: ``self`` is the first argument, on instances and through the class, also below ``super()``."""
 
@@ -172,11 +180,21 @@ def test_options_can_be_bound_beforehand(engine, counted):
     assert region.runs == 2
 
 
-def test_the_reentrant_engine_is_named_as_missing():
-    """Rule 19: until it is there, asking for it says so; anything but a flag is a mistake."""
+@pytest.mark.parametrize("option", ["context_fn", "policy_fn", "debug"])
+def test_what_only_the_engine_on_hooks_can_do_is_refused_by_the_other(option):
+    """Rule 19: by name, with the engine that can, before the function runs."""
     import regrow
 
-    with pytest.raises(NotImplementedError, match="use_reentrant=True"):
-        regrow.checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=True)
+    values = {"context_fn": lambda: (torch.no_grad(), torch.no_grad()), "policy_fn": lambda *_: True, "debug": True}
+    function, log = ran()
+    with pytest.raises(ValueError, match=f"^{option}: not with use_reentrant=True.*use_reentrant at False"):
+        regrow.checkpoint(function, torch.ones(3), use_reentrant=True, **{option: values[option]})
+    assert log == []
+
+
+def test_the_choice_of_the_engine_is_a_flag():
+    """Rule 19: anything but a flag is a mistake."""
+    import regrow
+
     with pytest.raises(ValueError, match="use_reentrant must be True or False, got None"):
         regrow.checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=None)

@@ -62,6 +62,7 @@ def test_an_input_that_hooks_have_copied_may_change_afterwards(engine, same):
     same(torch.autograd.grad(out.sum(), x), want)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 @pytest.mark.parametrize("pin", [False, True])
 def test_save_on_cpu_around_chained_and_nested_calls(same_grads, pin):
     """Rule 1: offloading what crosses the borders."""
@@ -94,6 +95,7 @@ def test_hooks_around_one_of_two_calls(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_hooks_inside_the_function_see_what_they_surround_in_both_runs(engine, same, early_stop):
     """Rule 1: the innermost hooks win; those tensors are the user's, the rest is regrown."""
@@ -111,6 +113,7 @@ def test_hooks_inside_the_function_see_what_they_surround_in_both_runs(engine, s
     same(x.grad, torch.autograd.grad(x.sin().exp().cos().tanh().sum(), x)[0])
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 def test_where_hooks_are_forbidden_the_call_says_so(engine):
     """Rule 2: autograd's own word, before anything runs."""
     ran = []
@@ -138,6 +141,7 @@ def test_an_input_that_hooks_have_not_copied_may_not_change(engine, hooks, chang
     assert (refused.value.names, x.grad) == (["b"], None)
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
 def test_an_input_that_the_function_overwrites_under_hooks_is_refused(engine, hooks):
     """Rule 4: and is let go, as without hooks."""
@@ -148,6 +152,7 @@ def test_an_input_that_the_function_overwrites_under_hooks_is_refused(engine, ho
         out.sum().backward()
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @pytest.mark.parametrize("hooks", [save_on_cpu, handed_through])
 def test_a_kept_result_that_the_caller_overwrites_under_hooks(engine, hooks):
     """Rule 16: the hooks copied nothing, so the operator runs again."""

@@ -92,6 +92,7 @@ OVERWRITES = [
 ]
 
 
+@pytest.mark.only("hooks", because="autograd itself refuses it in the graph of the other engine's replay")
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("function", OVERWRITES, ids=lambda function: function.__name__)
 def test_a_saved_tensor_that_its_own_function_overwrites_is_refused(engine, function, early_stop):
@@ -106,6 +107,7 @@ def test_a_saved_tensor_that_its_own_function_overwrites_is_refused(engine, func
     assert x.grad is None
 
 
+@pytest.mark.only("hooks", because="autograd itself refuses it in the graph of the other engine's replay")
 def test_the_refusal_stays_when_backward_is_tried_again(engine):
     """Rule 4: a second try meets the same refusal, not half of a replay."""
     x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
@@ -170,6 +172,7 @@ def test_an_input_changed_between_two_backwards_is_refused_by_the_second(engine)
     assert torch.equal(x.grad, first)
 
 
+@pytest.mark.only("hooks", because="the other engine replays whenever backward comes by")
 def test_an_input_that_nothing_replays_may_change(engine):
     """Rule 2: where backward needs no replay there is nothing to refuse."""
     x, other = torch.randn(3, requires_grad=True), torch.randn(3)

@@ -72,6 +72,7 @@ def test_meta_tensors(engine, counted):
     assert (x.grad.shape, w.grad.shape, w.grad.is_meta) == ((2, 3), (3, 4), True)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_fake_tensors_with_nesting_and_second_order(engine):
     """Rule 1: a memory estimate of a whole step, checkpoints in checkpoints included."""
     with FakeTensorMode():
@@ -131,6 +132,7 @@ class Tagged(torch.Tensor):
     """A subclass that follows its results through ``__torch_function__``."""
 
 
+@pytest.mark.only("hooks", because="the other engine replays with leaves that stand for the inputs")
 def test_subclasses_with_torch_function(same_grads):
     """Rule 1: type and values of results of a subclass."""
 
@@ -194,6 +196,7 @@ def test_an_input_of_a_subclass_changed_in_place_is_refused(engine):
         out.sum().backward()
 
 
+@pytest.mark.only("hooks", because="the other engine has no selective checkpointing")
 @pytest.mark.parametrize("keep", [None, torch.ops.aten.mm.default], ids=["replayed", "kept"])
 def test_distributed_tensors(same_grads, one_rank, keep):
     """Rule 1: DTensor on one rank, replayed whole or with its products kept."""
@@ -212,6 +215,10 @@ def test_distributed_tensors(same_grads, one_rank, keep):
     same_grads(program, policy_fn=None if keep is None else (lambda ctx, op, *args, **kwargs: op is keep))
 
 
+@pytest.mark.only(
+    "hooks",
+    because="each call of the other engine adds up what it captures or shares by itself, which may round differently",
+)
 def test_distributed_data_parallel(same_grads, one_rank):
     """Rule 1: DDP counts each parameter's gradient once, though the function that uses it runs twice."""
     from torch import nn

@@ -73,6 +73,7 @@ def test_random_numbers_in_a_batched_backward(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @limit
 def test_transforms_inside_the_function(same_grads):
     """Rule 1: torch.func.grad refuses to run under saved-tensor hooks, and those surround the function."""
@@ -85,6 +86,7 @@ def test_transforms_inside_the_function(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @limit
 def test_a_context_around_the_replay_is_left_as_after_a_return(engine):
     """Rule 5: the stop passes through it as an exception, so a context without ``finally`` does not end."""

@@ -50,6 +50,9 @@ def test_inputs_die_with_a_graph_that_is_dropped_without_backward(engine):
     assert storage.expired()
 
 
+@pytest.mark.only(
+    "hooks", because="forward of the other engine records no graph that could be differentiated or hooked inside it"
+)
 def test_a_function_that_overwrites_its_input_dies_with_its_graph(engine):
     """Rule 12: the input then belongs to the graph that holds the call; that circle must not keep itself alive."""
     storages = []
@@ -92,6 +95,9 @@ def test_regrown_tensors_are_gone_after_backward(engine, track):
     assert track.alive == 0
 
 
+@pytest.mark.only(
+    "hooks", because="forward of the other engine records no graph that could be differentiated or hooked inside it"
+)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_retained_graph_retains_nothing_regrown(engine, track, create_graph):
     """Rule 6: the graph stays, the replay of a backward ends with that backward."""
@@ -105,6 +111,9 @@ def test_a_retained_graph_retains_nothing_regrown(engine, track, create_graph):
     assert alive == [0, 0, 0]
 
 
+@pytest.mark.only(
+    "hooks", because="forward of the other engine records no graph that could be differentiated or hooked inside it"
+)
 def test_a_partial_backward_retains_nothing_regrown(engine, track):
     """Rule 6: values that this backward did not read are released with those it read."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
@@ -117,6 +126,9 @@ def test_a_partial_backward_retains_nothing_regrown(engine, track):
     assert track.alive == 1  # the output, which cos saved
 
 
+@pytest.mark.only(
+    "hooks", because="forward of the other engine records no graph that could be differentiated or hooked inside it"
+)
 def test_regrown_tensors_are_freed_node_by_node_during_backward(engine, track):
     """Rule 12: when backward has passed an operator, what that one saved is gone."""
     alive = []
@@ -164,6 +176,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.only("hooks", because="a failed backward releases a call of the other engine")
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_backward_that_fails_releases_what_it_had_regrown(engine, track, where):
     """Rule 6, rule 11: by an error too, while the graph is held."""
@@ -275,6 +288,7 @@ def test_nothing_grows_with_the_number_of_steps(engine):
     assert objects() - before < 10
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_no_cycles_are_left_for_the_collector(engine):
     """Rule 12: a step with nesting, a policy, gradients inside and a second backward leaves nothing to collect."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_nested_call_runs_once_more_per_level(engine, counted):
     """Rule 15: outer twice; inner in forward, in outer's replay, and in its own."""
     inner = counted(lambda t: t.exp().tanh())
@@ -13,6 +14,7 @@ def test_a_nested_call_runs_once_more_per_level(engine, counted):
     assert (outer.runs, inner.runs) == (2, 3)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_an_outer_call_around_two_inner_ones_replays_once(engine, counted):
     """Rule 15: both inner calls take their inputs from one replay of the outer."""
     first, second = counted(lambda t: t.exp().tanh()), counted(lambda t: t.sin().exp())
@@ -22,6 +24,7 @@ def test_an_outer_call_around_two_inner_ones_replays_once(engine, counted):
     assert max(first.runs, second.runs) <= 3
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 @pytest.mark.parametrize("depth", [2, 3, 5])
 @pytest.mark.parametrize("retain", [False, True])
 def test_any_depth_and_a_second_backward(same_grads, depth, retain):
@@ -47,6 +50,7 @@ def test_any_depth_and_a_second_backward(same_grads, depth, retain):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_nested_calls_with_containers_captures_and_unused_inputs(same_grads):
     """Rule 15: whatever tensors an inner call takes are held by the outer one, and come back from its replay."""
 
@@ -67,6 +71,7 @@ def test_nested_calls_with_containers_captures_and_unused_inputs(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_an_inner_call_whose_input_the_outer_one_overwrites_is_refused(engine):
     """Rule 4: outer's replay cannot give inner the input it had, so it says so before anything accumulates."""
     x = torch.randn(3, requires_grad=True)
@@ -82,6 +87,7 @@ def test_an_inner_call_whose_input_the_outer_one_overwrites_is_refused(engine):
     assert x.grad is None
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_call_in_forward_of_another_that_differentiates_it(same_grads):
     """Rule 15: the outer function asks for gradients through the inner call, of second order."""
 
@@ -127,6 +133,7 @@ def test_torchs_checkpoint_around(same_grads, use_reentrant):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_an_inner_call_that_fails_in_the_replay_fails_the_backward_and_leaves_nothing(engine, track, gc_off):
     """Rule 11: the exception passes through both replays; the graph works later."""
     fail = []
@@ -153,6 +160,7 @@ def test_an_inner_call_that_fails_in_the_replay_fails_the_backward_and_leaves_no
     assert torch.equal(x.grad, want.grad)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_nested_calls_inside_each_others_contexts(same_grads):
     """Rule 15: an inner call keeps the autocast state it was made in, though outer's replay starts elsewhere."""
 

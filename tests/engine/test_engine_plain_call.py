@@ -29,6 +29,7 @@ def test_where_nothing_needs_a_gradient_there_is_no_handle(engine):
     assert (handles, out.requires_grad) == ([], False)
 
 
+@pytest.mark.only("hooks", because="the other engine replays whenever backward comes by")
 def test_a_function_that_turns_recording_off_inside_leaves_no_handle(engine):
     """Rule 2: what counts is what was recorded, not what was asked."""
     with recompute_handle_collector_ctx() as handles:
@@ -36,6 +37,7 @@ def test_a_function_that_turns_recording_off_inside_leaves_no_handle(engine):
     assert (handles, out.requires_grad) == ([], False)
 
 
+@pytest.mark.only("hooks", because="the other engine replays whenever backward comes by")
 @pytest.mark.parametrize(
     "region",
     [lambda t: t + 1, lambda t: t.view(-1), lambda t: t.sum(0), lambda t: t.clone().transpose(0, 1), lambda t: t],
@@ -49,6 +51,7 @@ def test_backward_that_needs_no_saved_tensor_replays_nothing(engine, counted, re
     assert torch.equal(x.grad, torch.ones(2, 3))
 
 
+@pytest.mark.only("hooks", because="the other engine replays whenever backward comes by")
 def test_a_part_of_backward_that_needs_no_saved_tensor_replays_nothing(engine, counted):
     """Rule 2: only a read replays; the branch that was asked for reads nothing."""
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
@@ -83,6 +86,7 @@ def test_func_transforms_see_the_plain_call(same_grads, transform):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="backward of the other engine is not vmapped")
 def test_a_vmapped_backward_of_a_checkpointed_call_is_right(same_grads):
     """Rule 1: the transform surrounds backward alone; forward left a frame, and its replay is batched."""
 
@@ -94,6 +98,7 @@ def test_a_vmapped_backward_of_a_checkpointed_call_is_right(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_vmapped_backward_of_nested_calls_is_right(same_grads):
     """Rule 1: a nested call in the replay must be what it was in forward, or its tensors land in the wrong places."""
 
@@ -105,6 +110,7 @@ def test_a_vmapped_backward_of_nested_calls_is_right(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 @pytest.mark.parametrize("batched", [True, False])
 def test_gradients_for_a_batch_of_cotangents(same_grads, batched):
     """Rule 1: ``is_grads_batched`` replays under a batching mode, nested calls included."""
@@ -146,6 +152,7 @@ def test_inference_tensors_that_are_only_added_may_be_inputs(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("transform", ["vmap", "jvp"])
 def test_transforms_inside_the_function(same_grads, transform):

@@ -24,6 +24,8 @@ from regrow import (
     recompute_session_ctx,
 )
 
+pytestmark = pytest.mark.only("hooks", because="the other engine has no selective checkpointing")
+
 aten = torch.ops.aten
 MM = aten.mm.default
 

@@ -201,6 +201,7 @@ def test_a_reseed_inside_the_function_stays_inside_the_replay(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="forward of the other engine casts without autocast's cache")
 @pytest.mark.parametrize("cached", [True, False])
 def test_autocasts_cache_flag_is_forwards(engine, cached):
     """Rule 3: whether autocast remembers casts is part of the state."""
@@ -218,6 +219,7 @@ def test_autocasts_cache_flag_is_forwards(engine, cached):
     assert seen == [(True, cached)] * 2 + [(True, not cached)] * 2
 
 
+@pytest.mark.only("hooks", because="forward of the other engine casts without autocast's cache")
 def test_autocast_inside_autocast_with_backward_in_the_middle(same_grads):
     """Rule 3: forward in an inner region, backward in the outer one, weights cast once by the cache."""
 
@@ -326,6 +328,7 @@ def test_grad_mode_inside_the_function_is_its_own(same_grads):
     same_grads(program)
 
 
+@pytest.mark.only("hooks", because="the other engine takes no context_fn")
 def test_contexts_of_context_fn_surround_forward_and_replay(engine):
     """Rule 3: the first context is forward's, the second the replay's."""
     log = []
@@ -351,6 +354,7 @@ def test_contexts_of_context_fn_surround_forward_and_replay(engine):
     assert log == ["enter forward", "run", "leave forward"] + ["enter replay", "run", "leave replay"] * 2
 
 
+@pytest.mark.only("hooks", because="the other engine takes no context_fn")
 def test_context_fn_is_asked_once_per_call_and_not_where_nothing_is_recorded(engine, counted):
     """Rule 2: a plain call has no contexts."""
     contexts = counted(lambda: (nullcontext(), nullcontext()))
@@ -362,6 +366,7 @@ def test_context_fn_is_asked_once_per_call_and_not_where_nothing_is_recorded(eng
     assert contexts.runs == 1
 
 
+@pytest.mark.only("hooks", because="the other engine takes no context_fn")
 def test_a_replay_context_that_swallows_exceptions_does_not_make_a_failed_replay_good(engine):
     """Rule 4: what the function did not bring back is missed."""
     fail = []
@@ -380,6 +385,7 @@ def test_a_replay_context_that_swallows_exceptions_does_not_make_a_failed_replay
     assert x.grad is None
 
 
+@pytest.mark.only("hooks", because="the other engine takes no context_fn")
 def test_a_forward_context_that_swallows_exceptions_is_refused(engine):
     """Rule 3: there would be no output to return."""
 

@@ -46,6 +46,7 @@ def grads(function, x, w):
     return torch.autograd.grad(function(x, w).square().sum(), [x, w])
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_compiled_call_is_one_graph_with_the_plain_gradients(engine, same, backend, options):
@@ -149,6 +150,7 @@ def test_a_decorated_function_is_traced(engine, same):
     )
 
 
+@pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 def test_a_policy_has_its_effect_in_the_compiled_backward(engine):
     """Rule 22: kept products are not in the backward graph, replayed ones are."""
     from functorch.compile import make_boxed_func
@@ -213,6 +215,7 @@ def test_make_fx_traces_forward_and_backward(engine):
     torch.testing.assert_close(traced(x), x.cos() * x.sin().exp())
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_compiled_autograd_replays_eager_calls(engine):
     """Rule 1: forward was eager, backward is traced; nested calls in the replay are what they were in forward."""
     x = torch.linspace(0.1, 1, 4).requires_grad_()

@@ -1,4 +1,4 @@
-"""Data and tensor parallel training on two ranks of gloo, started once by torch's launcher."""
+"""Data, tensor and pipeline parallel training on ranks of gloo, started by torch's launcher."""
 
 import json
 import os
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.four_ranks import PREFIRE, SCHEDULES
 from tests.parallel.two_ranks import DDP, ENGINES, MODES, N_BLOCKS, PROGRAMS, STEPS, WHERE
+from tests.pipelining.conftest import MICROBATCHES
 
 ONCE_AGAIN = [[2] * N_BLOCKS] * STEPS  # forward and one replay
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each program returned, by rank."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def launched(folder, module, n_ranks):
+    """Run a module on ranks of its own; return what they said."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [*launch, "-m", "tests.parallel.two_ranks", str(folder)],
+        [*launch, "-m", module, str(folder)],
         cwd=root,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         capture_output=True,
@@ -29,9 +29,17 @@ def results(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each program returned, by rank."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    said = launched(folder, "tests.parallel.two_ranks", 2)
     found = [json.loads(Path(folder, f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert list(found[0]) == list(found[1]) == list(PROGRAMS)
-    return [{**ranks, "said": done.stderr} for ranks in found]
+    return [{**ranks, "said": said} for ranks in found]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -96,3 +104,21 @@ def test_dropout_on_a_sharded_tensor(results, engine):
     """Rule 31: the replay draws what forward drew."""
     for rank in results:
         assert rank[f"{engine}: random placement"] == {"same": True, "dropped": True}
+
+
+@pytest.fixture(scope="module")
+def sharded_pipelines(tmp_path_factory):
+    """What each of four ranks returned."""
+    folder = tmp_path_factory.mktemp("four_ranks")
+    launched(folder, "tests.parallel.four_ranks", 4)
+    return [json.loads(Path(folder, f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("prefire", PREFIRE)
+def test_sharded_stages_of_a_pipeline(sharded_pipelines, name, prefire):
+    """Rules 26 and 31: gradients of one process on the whole batch, and one replay per block and micro-batch."""
+    for rank in sharded_pipelines:
+        found = rank[f"{name}, {prefire}"]
+        assert found["same"] == [True, True]
+        assert found["runs"][-1] == [2 * MICROBATCHES]

@@ -6,7 +6,7 @@ At world size 1 the schedules with several stages per rank run them all here, an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
 
 import regrow
 from regrow.pipelining import PipelineStage, attach, schedule_1f1b
+from tests.conftest import Engine
 
 SEED = 11
 WIDTH = 8
@@ -113,9 +114,21 @@ def blocks(n: int = 2, **options: Any) -> nn.Module:
     return nn.Sequential(*[Block(**options) for _ in range(n)])
 
 
+# Which engine `checkpointed` takes; set for each test by `on_each_engine`.
+chosen = {"use_reentrant": False}
+
+
+@pytest.fixture
+def on_each_engine(engine: Engine) -> Iterator[None]:
+    """Blocks are checkpointed by the engine under test."""
+    chosen["use_reentrant"] = engine.use_reentrant
+    yield
+    chosen["use_reentrant"] = False
+
+
 def checkpointed(module: nn.Module) -> nn.Module:
     """Every block of a stage is checkpointed."""
-    regrow.apply_checkpointing(module, Block)
+    regrow.apply_checkpointing(module, Block, **chosen)
     return module
 
 

@@ -8,6 +8,8 @@ import torch
 import regrow
 from tests.pipelining.conftest import Block, blocks, checkpointed, loss_fn, make_pipeline, plain
 
+pytestmark = pytest.mark.usefixtures("on_each_engine")
+
 
 def watched(pipeline):
     """What replays in a step: (block, before backward or in it)."""

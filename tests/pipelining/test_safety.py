@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import regrow
 from tests.pipelining.conftest import SCHEDULES, Block, checkpointed, loss_fn, make_pipeline, plain
 
+pytestmark = pytest.mark.usefixtures("on_each_engine")
+
 
 class PlannedError(Exception):
     """Raised on purpose."""

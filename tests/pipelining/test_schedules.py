@@ -19,6 +19,8 @@ from tests.pipelining.conftest import (
     plain,
 )
 
+pytestmark = pytest.mark.usefixtures("on_each_engine")
+
 OPTIONS = {
     "not attached": {},
     "off": {"prefire": "off", "keep": "never"},

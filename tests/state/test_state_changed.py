@@ -77,6 +77,7 @@ OVERWRITES = {
 }
 
 
+@pytest.mark.only("hooks", because="the other engine refuses it in forward")
 @pytest.mark.parametrize("name", OVERWRITES)
 def test_a_function_that_overwrites_its_input_is_refused(engine, anywhere, name):
     """Rule 4: the replay could not start from forward's values; nothing accumulates."""

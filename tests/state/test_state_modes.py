@@ -45,6 +45,10 @@ def test_modes_are_entered_again_in_their_order(same_in_any_way):
     same_in_any_way(program)
 
 
+@pytest.mark.only(
+    "hooks",
+    because="each call of the other engine adds up what it captures or shares by itself, which may round differently",
+)
 def test_a_mode_around_backward_does_not_touch_the_replay(same_in_any_way):
     """Rule 3: forward ran without the mode, or under another, and so does the replay."""
 
@@ -285,6 +289,7 @@ def test_a_call_made_after_unregistering_restores_nothing(engine, anywhere):
     assert dial.log == []
 
 
+@pytest.mark.only("hooks", because="a failed backward releases a call of the other engine")
 @pytest.mark.parametrize("fails", ["enter", "leave"])
 def test_a_state_that_cannot_be_restored_leaves_nothing_behind(engine, anywhere, fails):
     """Rule 24: the error is the user's own, the states around it are taken back, and the next backward works."""

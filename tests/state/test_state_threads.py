@@ -26,6 +26,7 @@ def noticing(layer, seen):
     return block
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 def test_forward_on_a_foreign_thread(same_in_any_way, on_thread):
     """Rule 3: what forward's thread had, the replay's thread has, whichever of the two is the main one."""
     seen = []
@@ -44,6 +45,7 @@ def test_forward_on_a_foreign_thread(same_in_any_way, on_thread):
     assert seen == [(torch.bfloat16, True, True)] * len(seen)
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 def test_a_thread_with_its_own_autocast_and_without_gradients(same_in_any_way):
     """Rule 3: the replay records a graph in forward's precision where backward's thread does neither."""
     seen = []
@@ -194,6 +196,7 @@ def test_a_mode_that_replays_switch_on_two_threads_comes_back(engine):
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_replays_inside_a_replay_do_not_wait_for_it(engine):
     """Rule 24: a gradient inside the function replays calls of the same module, on whichever thread it runs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

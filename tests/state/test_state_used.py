@@ -169,6 +169,7 @@ def test_a_function_that_swallows_exceptions_does_not_swallow_the_refusal(engine
     assert x.grad is None
 
 
+@pytest.mark.only("hooks", because="the other engine has no selective checkpointing")
 def test_what_a_policy_kept_of_a_changed_weight_is_not_read_again(engine, anywhere):
     """Rule 24: the product is kept, so the replay never multiplies; but backward needs the weight itself."""
     weight = torch.randn(4, 4)

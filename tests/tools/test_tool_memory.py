@@ -42,7 +42,8 @@ def test_a_session_holds_what_it_replayed(engine, x):
     held = regrow.memory_report()
     assert held.bytes_by("session")["('micro_batch', 1)"] == block.held_bytes == block.held_when_filled
     (row,) = [row for row in held.rows if row.kind == "replayed" and row.held_bytes]
-    assert (row.where, row.shape, row.dtype, row.device, row.count) == ("Block", (4, 4), "float64", "cpu", 4)
+    count = 3 if engine.use_reentrant else 4  # the hooks engine saves the input again
+    assert (row.where, row.shape, row.dtype, row.device, row.count) == ("Block", (4, 4), "float64", "cpu", count)
     regrow.clear_recompute_session(("micro_batch", 1))
     assert "replayed" not in regrow.memory_report().bytes_by("kind")
     del loss
@@ -68,6 +69,7 @@ def test_storages_count_once(engine):
     del losses
 
 
+@pytest.mark.only("hooks", because="the reentrant engine takes no policy")
 def test_what_a_policy_keeps_shows_as_kept(engine):
     """Rule 33: it belongs to the call, and a replay that is served it holds nothing more."""
     x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)

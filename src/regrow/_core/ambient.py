@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from regrow import arguments
-from regrow._core import compat
+from regrow._core import flags_compat
 
 Capture = Callable[[], Any]
 Restore = Callable[[Any], AbstractContextManager[Any]]
@@ -64,9 +64,9 @@ def captured() -> tuple[tuple[Restore, Any], ...]:
 
 
 def set_flags(wanted: Flags) -> None:
-    """Make the flags of the process what `compat.surroundings` said."""
+    """Make the flags of the process what `flags_compat.surroundings` said."""
     _, _, _, _, dtype, deterministic, warn_only, precision, *attention = wanted
-    _, _, _, _, dtype_now, deterministic_now, warn_only_now, precision_now, *attention_now = compat.surroundings()
+    _, _, _, _, dtype_now, deterministic_now, warn_only_now, precision_now, *attention_now = flags_compat.surroundings()
     if dtype_now != dtype:
         torch.set_default_dtype(dtype)
     if (deterministic_now, warn_only_now) != (deterministic, warn_only):
@@ -74,7 +74,7 @@ def set_flags(wanted: Flags) -> None:
     if precision_now != precision and precision is not None:
         torch.set_float32_matmul_precision(precision)
     if attention_now != attention:
-        compat.set_attention_backends(tuple(attention))
+        flags_compat.set_attention_backends(tuple(attention))
 
 
 def enter(stack: ExitStack, wanted: Flags, states: tuple[tuple[Restore, Any], ...]) -> None:

@@ -32,9 +32,10 @@ class Look(NamedTuple):
     device: torch.device
     stride: Sequence[Any] | None
 
-    def matches(self, other: Look) -> bool:
-        """Whether parts of the one lie in the other where they lie in this; a jagged length is never the same twice."""
-        return self[1:3] == other[1:3] and compat.same_shape(self.shape, other.shape) and self.stride == other.stride
+    def matches(self, other: Look, *, strides: bool) -> bool:
+        """Whether two look the same, also in strides if views need that; a jagged length is never the same twice."""
+        same = self[1:3] == other[1:3] and compat.same_shape(self.shape, other.shape)
+        return same and (not strides or self.stride == other.stride)
 
     def __str__(self) -> str:
         """In a message: ``(2, 64) float32 cpu, strides (64, 1)``."""
@@ -75,16 +76,30 @@ class Border:
         self._by_storage: dict[int | None, list[int]] = {}
         for index, tensor in enumerate(inputs):
             key = compat.storage_key(tensor)
-            if not (tensor.is_leaf and tensor.requires_grad) and key not in made_by_regions:
+            is_leaf = tensor.grad_fn is None and compat.takes_gradient(tensor)
+            if not is_leaf and key not in made_by_regions:
                 self._by_storage.setdefault(key, []).append(index)
 
     def find(self, tensor: torch.Tensor) -> Part | None:
-        """Where a tensor lies in an input, as the input was when the region began; None if nowhere."""
-        for index in self._by_storage.get(compat.storage_key(tensor), ()):
-            found = self._part(index, tensor)
-            if found is not None:
-                return found
-        return None
+        """Where a tensor lies in an input, as the input was when the region began; None if nowhere.
+
+        Of inputs that share memory the tensor itself comes first, then one that takes a gradient if the tensor does.
+        """
+        indices = self._by_storage.get(compat.storage_key(tensor), [])
+        if len(indices) > 1:
+            wanted = compat.takes_gradient(tensor)
+            rank = [
+                (mine is not tensor, compat.takes_gradient(mine) != wanted, index)
+                for index, mine in ((index, self._inputs[index]) for index in indices)
+            ]
+            indices = [index for *_, index in sorted(rank)]
+        found = (self._part(index, tensor) for index in indices)
+        return next((part for part in found if part is not None), None)
+
+    def itself(self, tensor: torch.Tensor) -> Part | None:
+        """Which input a tensor is, whoever made it; None if it is none."""
+        found = (index for index, mine in enumerate(self._inputs) if mine is tensor)
+        return next((Part(index, None) for index in found), None)
 
     def written(self) -> list[int]:
         """The inputs that were written since the region began."""

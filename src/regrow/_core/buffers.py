@@ -29,10 +29,10 @@ _NORMS = (
     nn.InstanceNorm3d,
 )
 
-# What a buffer is, and its version.
-Mark = tuple[torch.Tensor | None, int]
-Copied = list[tuple[nn.Module, str, torch.Tensor]]
+# The buffers of a module: each with its version, and a copy of it if kernels may write it without moving that.
+Mark = dict[str, tuple["torch.Tensor | None", int, "torch.Tensor | None"]]
 Found = list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
+Copied = Found  # as they were when they were copied
 
 
 # How many forwards leave a large buffer alone before it is no longer copied for them: a function may reach many modules
@@ -148,16 +148,13 @@ class Buffers:
             self._after_first_forward()
 
     def marks(self) -> list[Mark]:
-        """How far each has come, to ask later what has moved since."""
-        return [(buffer.here(), _version(buffer.here())) for buffer in self._all]
+        """How far the buffers of each module have come, to ask later what has moved since."""
+        return [_mark(module) for module in self._modules]
 
     def moved_since(self, marks: list[Mark]) -> Copied:
-        """Copies of the buffers of modules of which one has moved since."""
-        pairs = list(zip(self._all, self.marks(), marks, strict=True))
-        moved = {id(buffer.module) for buffer, now, then in pairs if now[0] is not then[0] or now[1] != then[1]}
-        found = [(buffer, now[0]) for buffer, now, _ in pairs if id(buffer.module) in moved and now[0] is not None]
-        copied = _copied([tensor for _, tensor in found if tensor is not None])
-        return [(buffer.module, buffer.name, copy) for (buffer, _), copy in zip(found, copied, strict=True)]
+        """Copies of the buffers of modules of which one has moved, come or gone since."""
+        moved = [module for module, mark in zip(self._modules, marks, strict=True) if _has_moved(module, mark)]
+        return [(module, _copied_by_name(module._buffers)) for module in moved]
 
     def owners(self) -> list[int]:
         """The ids of the modules that have some."""
@@ -198,9 +195,10 @@ class Buffers:
 
 def put_copies(wanted: Copied) -> None:
     """Give modules, for the time of a replay, copies of their buffers as they once were."""
-    copied = _copied([tensor for _, _, tensor in wanted])
-    for (module, name, _), copy in zip(wanted, copied, strict=True):
-        module._buffers[name] = copy
+    for module, there in wanted:
+        copied = _copied_by_name(there)
+        module._buffers.clear()
+        module._buffers.update(copied)
 
 
 def put_back(found: Found) -> None:
@@ -210,8 +208,45 @@ def put_back(found: Found) -> None:
         module._buffers.update(there)
 
 
-def _version(tensor: torch.Tensor | None) -> int:
-    return compat.NO_VERSION if tensor is None else compat.version_of(tensor)
+def _mark(module: nn.Module) -> Mark:
+    if not module._buffers:
+        return {}
+    small = {
+        name: tensor
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not is_lazy(tensor) and span_bytes(tensor) <= SMALL_BYTES
+    }
+    copies_by_name = dict(zip(small, _copied(list(small.values())), strict=True))
+    return {
+        name: (tensor, compat.NO_VERSION if tensor is None else compat.version_of(tensor), copies_by_name.get(name))
+        for name, tensor in module._buffers.items()
+    }
+
+
+def _has_moved(module: nn.Module, mark: Mark) -> bool:
+    here = module._buffers
+    if list(here) != list(mark):
+        return True
+    return any(
+        here[name] is not then
+        or (then is not None and compat.version_of(then) != version)
+        or (then is not None and copy is not None and _differs(then, copy))
+        for name, (then, version, copy) in mark.items()
+    )
+
+
+def _differs(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a kernel wrote it; where asking would wait for the device, what trains is taken to have been written."""
+    if tensor.device.type != "cpu":
+        return tensor.is_floating_point()
+    with compat.without_dispatch_modes():
+        return not torch.equal(tensor, copy)
+
+
+def _copied_by_name(there: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    found = {name: tensor for name, tensor in there.items() if tensor is not None}
+    copied = dict(zip(found, _copied(list(found.values())), strict=True))
+    return {name: copied.get(name) for name in there}
 
 
 def _keep(buffers: list[Buffer]) -> None:

@@ -101,7 +101,7 @@ class _Rebuilding:
 
     def rebuilt(self, value: Any) -> Any:
         """A function, or a partial or method of one, over the right cells; anything else as it is."""
-        function = _function_in(value)
+        function = function_in(value)
         if function is None or not self._is_stale(function):
             return value
         if type(value) is MethodType:
@@ -129,7 +129,7 @@ class _Rebuilding:
             self._cells[id(cell)].cell_contents = self.rebuilt(self._changed.get(id(cell), content(cell)))
 
     def _is_new(self, cell: CellType) -> bool:
-        inner = _function_in(content(cell))
+        inner = function_in(content(cell))
         return id(cell) in self._changed or (inner is not None and self._is_stale(inner))
 
     def _is_stale(self, function: FunctionType) -> bool:
@@ -146,7 +146,7 @@ def closure_of(function: Any, before: list[Any], written: Container[int]) -> Clo
         before: what they held before forward.
         written: ids of tensors that forward wrote into: they belong to the graph that holds the frame.
     """
-    found = function if type(function) is FunctionType else _function_in(function)
+    found = function if type(function) is FunctionType else function_in(function)
     assert found is not None
     return Closure(function, found, before, written)
 
@@ -155,11 +155,11 @@ def cells_of(function: Any) -> list[Any] | None:
     """What the cells of a function hold now; None if it has none."""
     if type(function) is FunctionType:
         return None if function.__closure__ is None else contents(function)
-    found = _function_in(function)
+    found = function_in(function)
     return None if found is None else contents(found)
 
 
-def _function_in(value: Any) -> FunctionType | None:
+def function_in(value: Any) -> FunctionType | None:
     """The function with cells that is called in the end."""
     kind = type(value)
     while kind is partial or kind is MethodType:
@@ -173,7 +173,7 @@ def _functions_below(function: FunctionType) -> list[FunctionType]:
     found, seen = [function], {id(function)}
     for here in found:  # grows while it is walked
         for value in contents(here):
-            inner = _function_in(value)
+            inner = function_in(value)
             if inner is not None and id(inner) not in seen:
                 seen.add(id(inner))
                 found.append(inner)

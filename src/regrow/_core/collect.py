@@ -23,12 +23,12 @@ def collector() -> Iterator[list[Handle]]:
         innermost.reset(token)
 
 
-def add(frame: Frame) -> tuple[list[Handle], Handle] | None:
+def add(frame: Frame, kind: type[Handle] = Handle) -> tuple[list[Handle], Handle] | None:
     """Give the innermost collector a handle, unless the call is made by a replay; return what `discard` needs."""
     handles = innermost.get()
     if handles is None or replaying.thread.here.replay is not None:
         return None
-    handle = Handle(frame)
+    handle = kind(frame)
     handles.append(handle)
     return handles, handle
 

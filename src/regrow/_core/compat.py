@@ -86,6 +86,12 @@ _Accumulator: Any = _private("torch._C", "_functions.AccumulateGrad", "a split b
 # The node of a custom Function. Deleted by a public class of such nodes.
 _PythonNode: Any = _private("torch.autograd.function", "BackwardCFunction", "custom Functions run once in a split")
 
+# Whether the running backward runs a node: it tells a whole backward from a limited one, and dx from dw.
+# Deleted by a public query of what a backward was asked for.
+_will_run: Callable[[Any], bool] = _private(
+    "torch._C", "_will_engine_execute_node", "it tells which gradients a backward was asked for"
+)
+
 _no_dispatch_modes: Any = _private(
     "torch.utils._python_dispatch", "_disable_current_modes", "copies of buffers are nobody's operators"
 )
@@ -124,73 +130,13 @@ _ragged_sizes: Any = _private(
     "torch.nested._internal.nested_tensor", "_tensor_symint_registry", "regrown jagged tensors take forward's length"
 )
 
-# Which implementations of attention are allowed, and in which order; torch.nn.attention can set but not read them.
-# Deleted by a public getter of what sdpa_kernel set.
-_attention_getters: tuple[Callable[[], Any], ...] = tuple(
-    _private("torch._C", f"_get_{name}_sdp_enabled", "replays use forward's attention backends")
-    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-)
-_attention_setters: tuple[Callable[[Any], None], ...] = tuple(
-    _private("torch._C", f"_set_sdp_use_{name}", "replays use forward's attention backends")
-    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-)
-_attention_order: Callable[[], list[int]] = _private(
-    "torch._C", "_get_sdp_priority_order", "replays use forward's attention backends"
-)
-_set_attention_order: Callable[[list[int]], None] = _private(
-    "torch._C", "_set_sdp_priority_order", "replays use forward's attention backends"
-)
 
-
-_flash, _efficient, _math, _cudnn, _other = _attention_getters
-
-# Flags behind public functions of Python, asked twice per call. Deleted if those become cheap.
-_deterministic: Callable[[], bool] = _private(
-    "torch._C", "_get_deterministic_algorithms", "replays use forward's flags"
-)
-_cpu_autocast, _cpu_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-_autocast_cache, _inference = torch.is_autocast_cache_enabled, torch.is_inference_mode_enabled
-_default_dtype = torch.get_default_dtype
-_warn_only: Callable[[], bool] = _private(
-    "torch._C", "_get_deterministic_algorithms_warn_only", "replays use forward's flags"
-)
-_precision: Callable[[], str] = _private("torch._C", "_get_float32_matmul_precision", "replays use forward's flags")
-
-
-def surroundings() -> tuple[Any, ...]:
-    """What nearly always is as it was, to compare as a whole.
-
-    Four of this thread: autocast on the CPU, its type, its cache, inference mode; then flags of the process that change
-    what operators compute: default dtype, determinism and whether it only warns, matmul precision, six of attention.
-    """
+def is_wanted(node: Any) -> bool:
+    """Whether the running backward was asked for what lies at or behind a node."""
     try:
-        precision: str | None = _precision()
-    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older getter cannot express
-        precision = None
-    return (
-        _cpu_autocast("cpu"),
-        _cpu_autocast_dtype("cpu"),
-        _autocast_cache(),
-        _inference(),
-        _default_dtype(),
-        _deterministic(),
-        _warn_only(),
-        precision,
-        _flash(),
-        _efficient(),
-        _math(),
-        _cudnn(),
-        _other(),
-        _attention_order(),
-    )
-
-
-def set_attention_backends(wanted: tuple[Any, ...]) -> None:
-    """Allow what the last six of `surroundings` said."""
-    *allowed, order = wanted
-    for setter, value in zip(_attention_setters, allowed, strict=True):
-        setter(value)
-    _set_attention_order(order)
+        return _will_run(node)
+    except RuntimeError:  # a leaf whose gradient is captured, by torch.autograd.grad
+        return True
 
 
 def inside_autocast() -> bool:
@@ -263,6 +209,15 @@ def is_python_function(node: Any) -> bool:
     Deleted by a public class of such nodes.
     """
     return isinstance(node, _PythonNode)
+
+
+def sequence_number(node: Any) -> int:
+    """When a node was made, among those of its thread: a smaller number than another graph's is none of its nodes.
+
+    Deleted by a public way to tell where a graph begins.
+    """
+    number: int = node._sequence_nr()
+    return number
 
 
 def is_accumulator(node: Any) -> bool:
@@ -361,6 +316,14 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return list(map(_read_version, tensors))
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
+
+
+def takes_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient goes on from a tensor. A view made under ``no_grad`` says that it needs one, and takes none.
+
+    Deleted by a view that says so.
+    """
+    return tensor.grad_fn is not None or (tensor.requires_grad and not tensor._is_view())
 
 
 def is_ragged(size: object) -> bool:

@@ -6,8 +6,8 @@ call, on the path that a checkpoint is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import ambient, compat, devices
+from regrow._core import ambient, compat, devices, flags_compat
 
 _cpu_generator = torch.default_generator
 _CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Environment:
         if found or spare is not None:
             kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
-        self.surroundings = compat.surroundings()
+        self.surroundings = flags_compat.surroundings()
         if ambient.registrations:
             self.registered = ambient.captured()
         if compat.function_mode_count():
@@ -63,6 +63,12 @@ class Environment:
         """The states of generators that are held."""
         states = [state for _, state in self.device_rng]
         return states if self.cpu_rng is None else [self.cpu_rng, *states]
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast was on and kept what it had cast."""
+        cpu, _, cache, *_ = self.surroundings
+        return cache and (cpu or any(enabled for _, enabled, _ in self.device_autocast))
 
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""
@@ -99,10 +105,15 @@ class Restored:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
+    @property
+    def entered(self) -> bool:
+        """Whether something beside RNG and grad mode was not as forward had it, and is now."""
+        return self._stack is not None
+
     def __enter__(self) -> None:
         environment = self._environment
         self._was_grad = torch.is_grad_enabled()
-        self._found = compat.surroundings()
+        self._found = flags_compat.surroundings()
         try:
             if environment.differs_from(self._found):
                 self._stack = _entered(environment)
@@ -125,7 +136,9 @@ class Restored:
         if self._stack is not None:
             self._stack.close()
         compat.set_grad_enabled(self._was_grad)
-        if compat.surroundings() != self._found:  # set for the replay, or left by a function that stopped too early
+        if (
+            flags_compat.surroundings() != self._found
+        ):  # set for the replay, or left by a function that stopped too early
             ambient.set_flags(self._found)
         if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
             _set_device_states(self._device_rng)
@@ -135,7 +148,7 @@ def _entered(environment: Environment) -> ExitStack:
     stack = ExitStack()
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(mode=False))
-    if compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs():
+    if flags_compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs():
         _enter_autocast(stack, environment)
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
@@ -157,6 +170,19 @@ def _enter_autocast(stack: ExitStack, environment: Environment) -> None:
         stack.callback(torch.clear_autocast_cache)
     for kind, enabled, dtype in (("cpu", on_cpu, cpu_dtype), *environment.device_autocast):
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Autocast casts anew: what it casts inside is not found outside, nor the other way round."""
+    if not (torch.is_autocast_cache_enabled() and compat.inside_autocast()):
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 def _device_states(wanted: Iterable[torch.device]) -> DeviceStates:

@@ -65,6 +65,8 @@ class Frame(ABC):
         respects_hooks: whether what is kept for replays passes through the user's saved-tensor hooks.
         foreign_contexts: whether torch's own selective contexts are around the function.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
+        silent: whether forward leaves no graph.
+        learns: whether what dw reads must be learned by `watch`; else `trim` knows by itself.
     """
 
     environment: Environment
@@ -79,6 +81,8 @@ class Frame(ABC):
     respects_hooks: bool = True
     foreign_contexts: bool = False
     state: State | None = None
+    silent: bool = False
+    learns: bool = True
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -108,7 +112,15 @@ class Frame(ABC):
 
     @abstractmethod
     def position(self) -> int:
-        """How many tensors forward has saved so far."""
+        """How many tensors forward has saved so far, of those that replays bring back."""
+
+    @abstractmethod
+    def goes_on(self, position: int) -> bool:
+        """Whether a replay may go on from a place in forward, now that forward has come this far."""
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in a forward without a graph needs no gradient, or takes it as a parameter does."""
+        raise NotImplementedError
 
     @abstractmethod
     def prefire(self, session: Session) -> None:

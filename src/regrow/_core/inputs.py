@@ -10,7 +10,7 @@ import torch
 
 from regrow._core import compat
 from regrow._core.faults import InputChangedError
-from regrow._core.trees import Template, sharing_memory
+from regrow._core.trees import TENSORS_ONLY, Template, sharing_memory
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -26,6 +26,7 @@ class Inputs:
     """
 
     _changed: tuple[list[str], list[str]] | None = None
+    _changed_with_grad = False
     # Set under hooks: what they made of each tensor, and which tensors of the call are held as they are.
     _saved: list[Any] | None = None
     _places: Sequence[int] = ()
@@ -50,9 +51,43 @@ class Inputs:
             self._note_change()
 
     @property
+    def need_grad(self) -> bool:
+        """Whether one of them needs a gradient."""
+        return True in self._requires_grad
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them."""
+        return any(held is tensor for held in self._held)
+
+    def storages(self, *, requires_grad: bool) -> frozenset[int]:
+        """The memory of those that need a gradient, or of those that need none, as far as they are held as they are."""
+        places = range(len(self._held)) if self._saved is None else self._places
+        keys = [
+            compat.storage_key(tensor)
+            for place, tensor in zip(places, self._held, strict=True)
+            if self._requires_grad[place] == requires_grad
+        ]
+        return frozenset(key for key in keys if key is not None)
+
+    @property
     def opaque(self) -> tuple[Any, ...]:
-        """What lies among the arguments that is no tensor."""
+        """What is neither a tensor nor a known container nor a number or text."""
         return self._template.opaque
+
+    @property
+    def contained(self) -> bool:
+        """Whether anything but tensors was given, so that the function may have left something in it."""
+        return self._template is not TENSORS_ONLY
+
+    @property
+    def changed_with_grad(self) -> bool:
+        """Whether one that needs a gradient was changed in place."""
+        return self._changed_with_grad
+
+    @property
+    def changes(self) -> tuple[list[str], list[str]]:
+        """What was changed in place, and how; nothing if nothing was."""
+        return self._changed or ([], [])
 
     def names(self) -> list[str]:
         """The arguments that `tensors` are."""
@@ -67,6 +102,28 @@ class Inputs:
 
     def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
+        return self._template.fill(self._tensors(label))
+
+    def as_leaves(self, label: str) -> tuple[list[torch.Tensor | None], list[Any], dict[str, Any]]:
+        """Arguments whose tensors are leaves of a new graph where they need a gradient, and these leaves by place.
+
+        A tensor that is passed twice is one leaf; it stands at the first of its places.
+        """
+        tensors = self._tensors(label)
+        leaves: list[torch.Tensor | None] = [None] * len(tensors)
+        filled: list[Any] = list(tensors)
+        known: dict[int, torch.Tensor] = {}
+        for index, needs in enumerate(self._requires_grad):
+            if needs:
+                leaf = known.get(id(tensors[index]))
+                if leaf is None:
+                    leaf = tensors[index].detach().requires_grad_()
+                    known[id(tensors[index])] = leaves[index] = leaf
+                filled[index] = leaf
+        args, kwargs = self._template.fill(filled)
+        return leaves, args, kwargs
+
+    def _tensors(self, label: str) -> list[Any]:
         if self._changed is None and compat.versions_of(self._held) != self._versions:
             self._note_change()
         if self._changed is not None:
@@ -75,7 +132,7 @@ class Inputs:
         if list(map(_requires_grad, tensors)) != self._requires_grad:
             # Frozen or thawed since: the graph of forward does not change, so the replay records what forward did.
             tensors = list(map(_with_requires_grad, tensors, self._requires_grad))
-        return self._template.fill(tensors)
+        return tensors
 
     def _save_through_hooks(self, tensors: list[torch.Tensor]) -> None:
         through = [compat.save_tensor(tensor) for tensor in tensors]
@@ -92,6 +149,7 @@ class Inputs:
         moved = [index for index in range(len(now)) if now[index] != then[index]]
         details = [f"version {then[index]} before forward, {now[index]} now" for index in moved]
         self._changed = [names[places[index]] for index in moved], details
+        self._changed_with_grad = any(self._requires_grad[places[index]] for index in moved)
         self._held, self._versions, self._saved = [], [], None
 
 

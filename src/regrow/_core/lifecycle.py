@@ -27,6 +27,7 @@ class Reason(Enum):
     CLEARED = "cleared"
     ENDED = "its backward ended"
     FAILED = "failed"
+    LET_GO = "its call was let go"
 
 
 MOVES: dict[State, frozenset[State]] = {

@@ -1,7 +1,7 @@
-"""Moves: what a SAVE region moves on although replays do not run it: random generators, and buffers of modules.
+"""Moves: what a SAVE region moves on although replays do not run it: generators, buffers, and modes of modules.
 
-A replay begins with forward's generators and buffers (`environment`, `state`); behind a region that it goes around it
-must go on with those that forward had there.
+A replay begins with what forward found (`environment`, `state`); behind a region that it goes around it must go on with
+what forward had there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Moves:
     Memory: holds generator states, about 5 KB each, and copies of buffers, both only of those that were moved.
     """
 
-    __slots__ = ("_buffers", "_generators", "_marks", "_state")
+    __slots__ = ("_buffers", "_generators", "_marks", "_modes", "_state")
 
     def __init__(self, environment: Environment, state: State | None) -> None:
         """Note where everything stands when the region begins."""
@@ -37,6 +37,7 @@ class Moves:
         self._generators = _states_of(sources)
         self._marks: list[Mark] = [] if state is None else state.buffers.marks()
         self._buffers: Copied = []
+        self._modes = [] if state is None else state.modes()
 
     def end(self) -> None:
         """The region has ended: keep what it moved."""
@@ -47,6 +48,8 @@ class Moves:
             ]
         if self._state is not None:
             self._buffers = self._state.buffers.moved_since(self._marks)
+            modes = self._state.modes()
+            self._modes = [] if modes == self._modes else modes
         self._marks = []
 
     def again(self) -> None:
@@ -58,6 +61,8 @@ class Moves:
                 devices.set_rng_state(source, state)
         if self._buffers:
             put_copies(self._buffers)
+        if self._state is not None and self._modes:
+            self._state.set_modes(self._modes)
 
 
 def _states_of(sources: Iterable[_Source]) -> _States:

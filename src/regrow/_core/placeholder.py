@@ -1,7 +1,7 @@
 """Placeholder: in a replay, the output of a SAVE region that was not kept. Has a shape and no memory.
 
-It may be looked at, viewed, and handed to another region; whatever would read its values is an error that names the
-region. It is a tensor without storage rather than an empty one, so code that works on shapes goes on working.
+It may be looked at, viewed, taken as a pattern, and handed to another region; whatever would read its values is an
+error that names the region. It is a tensor without storage, so code that works on shapes goes on working.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Placeholder(torch.Tensor):
         """Views are placeholders, too; everything else is misuse."""
         used = [tensor for tensor in trees.tensors_in([args, kwargs]) if isinstance(tensor, Placeholder)]
         here = used[0]
+        if args and args[0] is here and _asks_for_shape(func):
+            return func(_on_meta(here), *args[1:], **{"device": here.device, **(kwargs or {})})
         if not _makes_view(func) or args[0] is not here:
             raise PlaceholderError(here._region, str(func))
         out = func(_on_meta(here), *args[1:], **(kwargs or {}))
@@ -59,6 +61,13 @@ def look_of(tensor: torch.Tensor) -> Look:
 
 def _on_meta(placeholder: Placeholder) -> torch.Tensor:
     return torch.empty_strided(placeholder.shape, placeholder.stride(), dtype=placeholder.dtype, device="meta")
+
+
+@lru_cache(maxsize=4096)
+def _asks_for_shape(func: Any) -> bool:
+    """Whether an operator makes a new tensor after the shape and type of this one: ``zeros_like``, ``new_empty``."""
+    name: str = func.__name__.partition(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
 
 
 @lru_cache(maxsize=4096)

@@ -18,10 +18,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from regrow import errors
-from regrow._core import compat, outputs, replaying, trees
+from regrow._core import compat, hidden, outputs, replaying, trees
 from regrow._core.borders import Border, Look, Part, look
+from regrow._core.captured import Captured
 from regrow._core.faults import PlaceholderError, RegionError, ValueChangedError
 from regrow._core.frame import Frame
+from regrow._core.graft import Graft
 from regrow._core.kept import KeptTensor
 from regrow._core.lifecycle import Replay
 from regrow._core.moves import Moves
@@ -36,50 +38,62 @@ class Region:
         looks: what its inputs looked like.
         made: storages that it made; a replay does not make those again. Weakly, but no other storage takes the place.
         failure: what it raised.
+        strided: inputs of which its outputs are views.
+        graft: its own graph, where the call's forward leaves none.
 
     Memory: what it keeps belongs to the calls that reached it, and lives until their graphs die.
     """
 
-    __slots__ = ("_outputs", "_template", "failure", "label", "looks", "made")
+    __slots__ = ("_outputs", "_template", "failure", "graft", "label", "looks", "made", "strided")
 
     def __init__(self, label: str, looks: list[Look]) -> None:
         self.label = label
         self.looks = looks
         self.made: dict[int, StorageWeakRef] = {}
         self.failure: str | None = None
+        self.strided: set[int] = set()
+        self.graft: Graft | None = None
         self._outputs: list[outputs.Output] = []
         self._template = trees.TENSORS_ONLY
 
-    def keep(self, output: Any, border: Border, hooks: compat.Hooks | None, *, save_output: bool) -> None:
-        """Note what it returned."""
-        tensors, self._template = trees.flatten((output,), {})
-        for value in self._template.opaque:
-            self._refuse_hidden_tensors(value)
-        for tensor in tensors:
-            made = outputs.note(self.label, tensor, border.find(tensor), hooks, save_output=save_output)
+    def keep(
+        self, output: Any, border: Border, captured: Captured, hooks: compat.Hooks | None, *, save_output: bool
+    ) -> Any:
+        """Note what it returned; give what the call goes on with."""
+        tensors, template = trees.flatten((output,), {})
+        for value in template.opaque:
+            kind = hidden.tensors_in(value)
+            if kind is not None:
+                raise RegionError(
+                    errors.region_hides(self.label, type(value).__name__, kind), label=self.label, region=self.label
+                )
+        keys = [compat.storage_key(tensor) for tensor in tensors]
+        for tensor, key in zip(tensors, keys, strict=True):
+            # Where outputs share memory, with each other or with what is outside, copies that hooks make would not.
+            through = None if keys.count(key) > 1 or key in captured.storages else hooks
+            made = outputs.note(self.label, tensor, border, through, save_output=save_output)
             self._outputs.append(made)
-            key = None if isinstance(made, outputs.Passed) else compat.storage_key(tensor)
-            if key is not None:
+            if key is not None and not isinstance(made, outputs.Passed):
                 self.made[key] = StorageWeakRef(tensor.untyped_storage())
+        self._template = template
+        passed = (made.part for made in self._outputs if isinstance(made, outputs.Passed))
+        self.strided = {part.source for part in passed if part.view is not None}
+        if self.graft is None:
+            return output
+        roots = zip(tensors, self._outputs, strict=True)
+        joined = set(map(id, outputs.grafted(self._outputs)))
+        self.graft.close([tensor for tensor, made in roots if id(made) in joined])
+        return template.fill([tensor.detach() for tensor in tensors])[0][0]
 
     def intact(self) -> bool:
         """Whether what is kept of its outputs is still as it made them."""
-        return all(made.value.intact() for made in self._outputs if isinstance(made, outputs.Kept))
+        return all(made.intact() for made in self._outputs if isinstance(made, (outputs.Kept, outputs.Leaf)))
 
     def again(self, label: str, inputs: list[torch.Tensor]) -> Any:
         """What it returned, for a replay of a call that brings these inputs."""
-        tensors = outputs.all_again(self._outputs, inputs, label, self.label)
+        tensors = outputs.all_again(self._outputs, inputs, self.graft, label, self.label)
         args, _ = self._template.fill(tensors)
         return args[0]
-
-    def _refuse_hidden_tensors(self, value: Any) -> None:
-        held = getattr(value, "__dict__", None) or {}
-        hidden = [name for name, item in held.items() if isinstance(item, torch.Tensor) and item.requires_grad]
-        if hidden and not isinstance(value, torch.nn.Module):
-            self.failure = RegionError.__name__
-            raise RegionError(
-                errors.region_hides(self.label, type(value).__name__, hidden), label=self.label, region=self.label
-            )
 
 
 class Entry:
@@ -124,6 +138,7 @@ class Walk:
 
     def __init__(self, frame: Frame, refilling: Refilling) -> None:
         self._label = frame.label
+        self._goes_on = frame.goes_on
         self._entries = frame.regions or []
         self._refilling = refilling
         self._next = 0
@@ -141,12 +156,7 @@ class Walk:
         """
         self._refilling.stop_if_back()
         entry = self._entry(label)
-        region = entry.region
-        if region.failure is not None:
-            raise RegionError(errors.region_raised(self._label, label, region.failure), label=self._label, region=label)
-        if not region.intact():
-            raise RegionError(errors.region_output_written(self._label, label), label=self._label, region=label)
-        self._check(region, inputs, names)
+        self._check(entry, inputs, names)
         self._next += 1
         detached = [tensor.detach() for tensor in inputs] if entry.parts else []
         for part in entry.parts:
@@ -155,6 +165,7 @@ class Walk:
                 raise PlaceholderError(value._region, f"SAVE region {label}")
             self._refilling.fill(value)
         self._refilling.stop_if_back()
+        _check_way_on(self._label, entry, self._goes_on)
         entry.moves.again()
         return entry
 
@@ -185,7 +196,9 @@ class Walk:
                 return entry
         raise RegionError(errors.region_elsewhere(self._label, label, found), label=self._label, region=label)
 
-    def _check(self, region: Region, inputs: list[torch.Tensor], names: Callable[[], list[str]]) -> None:
+    def _check(self, entry: Entry, inputs: list[torch.Tensor], names: Callable[[], list[str]]) -> None:
+        region = entry.region
+        strided = region.strided.union(part.source for part in entry.parts if part.view is not None)
         if len(inputs) != len(region.looks):
             found = f"it is given {len(inputs)} tensors, and in forward {len(region.looks)}"
             raise RegionError(
@@ -193,7 +206,7 @@ class Walk:
             )
         for index, (then, tensor) in enumerate(zip(region.looks, inputs, strict=True)):
             now = look(tensor)
-            if not now.matches(then):
+            if not now.matches(then, strides=index in strided):
                 raise RegionError(
                     errors.region_input_differs(self._label, region.label, names()[index], str(then), str(now)),
                     label=self._label,
@@ -211,7 +224,7 @@ def run(
     replay = here.replay
     calls = list(_calls(here.forward, replay))
     if replay is None:
-        return _Recording(calls, label, args, kwargs).run(function, save_output) if calls else function(*args, **kwargs)
+        return _Recording(calls, function, label, args, kwargs).run(save_output) if calls else function(*args, **kwargs)
     if replay.walk is None:
         found = "forward reached none"
         raise RegionError(errors.region_elsewhere(replay.label, label, found), label=replay.label, region=label)
@@ -234,35 +247,56 @@ def check_after_forward(frame: Frame) -> None:
         RegionError: a region raised and the function went on, or an output of one was changed in place since.
     """
     for entry in frame.regions or ():
-        if frame.position() == entry.end:
-            break  # nothing saved comes after it, and so no replay goes on from it
-        region = entry.region
-        if region.failure is not None:
-            message = errors.region_raised(frame.label, region.label, region.failure)
-        elif not region.intact():
-            message = errors.region_output_written(frame.label, region.label)
-        else:
-            continue
-        raise RegionError(message, label=frame.label, region=region.label)
+        _check_way_on(frame.label, entry, frame.goes_on)
+
+
+def _check_way_on(label: str, entry: Entry, goes_on: Callable[[int], bool]) -> None:
+    """Refuse to go on from a region whose outputs are not what they were, if a replay does go on."""
+    region = entry.region
+    if not goes_on(entry.end):
+        return
+    if region.failure is not None:
+        raise RegionError(errors.region_raised(label, region.label, region.failure), label=label, region=region.label)
+    if not region.intact():
+        raise RegionError(errors.region_output_written(label, region.label), label=label, region=region.label)
+
+
+class _Inside:
+    """Stands on the thread for a call while a region of it runs: calls inside are its own, their regions are not."""
+
+    def __init__(self, call: Frame) -> None:
+        self.add_inner = call.add_inner
 
 
 class _Recording:
     """A region while it runs in forward."""
 
-    def __init__(self, calls: list[Frame], label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        calls: list[Frame],
+        function: Callable[..., Any],
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self._calls = calls
+        self._function = function
         self._frame = calls[0]
         self._args = args
         self._kwargs = kwargs
         self._refuse(label)
-        inputs, self._template = trees.flatten(args, kwargs)
-        made = frozenset(key for entry in self._frame.regions or () for key in entry.region.made)
-        self._border = Border(inputs, made)
+        self._inputs, self._template = trees.flatten(args, kwargs)
+        made = frozenset(key for call in calls for entry in call.regions or () for key in entry.region.made)
+        self._border = Border(self._inputs, made)
         self._region = Region(label, self._border.looks())
+        if self._frame.silent:
+            self._region.graft = Graft(self._inputs, self._frame.is_constant)
+        self._captured = Captured(function, self._template.opaque)
         self._parts: list[Part] = []
+        self._grad = torch.is_grad_enabled()
         self._hooks = compat.user_hooks() or compat.user_hooks_below()
 
-    def run(self, function: Callable[..., Any], save_output: bool) -> Any:
+    def run(self, save_output: bool) -> Any:
         """Run it and note what it leaves behind."""
         # Noted now: a backward inside the region may replay the call up to here.
         entries = [
@@ -270,25 +304,37 @@ class _Recording:
             for call in self._calls
         ]
         here = replaying.thread.here
-        forward, here.forward, here.region = here.forward, None, self._region
-        compat.push_hooks(*self._saving())
+        before = here.forward, here.region
+        here.forward, here.region = _Inside(self._frame), self._region
         try:
-            output = function(*self._args, **self._kwargs)
+            output = self._call()
+            for entry in entries:
+                entry.moves.end()
+            self._refuse_writes()
+            hooks = self._hooks if self._frame.respects_hooks else None
+            output = self._region.keep(output, self._border, self._captured, hooks, save_output=save_output)
         except BaseException as error:
             self._region.failure = type(error).__name__
             raise
         finally:
-            compat.pop_hooks()
-            here.forward, here.region = forward, None
+            here.forward, here.region = before
             for call, entry in zip(self._calls, entries, strict=True):
                 entry.end = call.position()
-                entry.moves.end()
-        self._refuse_writes()
-        self._region.keep(
-            output, self._border, self._hooks if self._frame.respects_hooks else None, save_output=save_output
-        )
-        self._border.close()
+            self._border.close()
+            self._inputs = []
         return output
+
+    def _call(self) -> Any:
+        graft = self._region.graft
+        compat.push_hooks(*self._saving())
+        try:
+            if graft is None:
+                return self._function(*self._args, **self._kwargs)
+            with torch.enable_grad():
+                args, kwargs = self._template.fill(graft.behind_gate(self._inputs))
+                return self._function(*args, **kwargs)
+        finally:
+            compat.pop_hooks()
 
     def _saving(self) -> compat.Hooks:
         """Hooks that save a part of an input as a slot of the call, and keep everything else."""
@@ -321,12 +367,14 @@ class _Recording:
         raise RegionError(message, label=self._frame.label, region=label)
 
     def _refuse_writes(self) -> None:
-        written = self._border.written()
-        if written:
-            self._region.failure = RegionError.__name__
+        written = self._captured.written() + ([] if torch.is_grad_enabled() == self._grad else ["the grad mode"])
+        indices = self._border.written()
+        if indices:
             names = self._template.names(len(self._region.looks))
+            written = [names[index] for index in indices] + written
+        if written:
             raise RegionError(
-                errors.region_wrote(self._frame.label, self._region.label, [names[index] for index in written]),
+                errors.region_wrote(self._frame.label, self._region.label, written),
                 label=self._frame.label,
                 region=self._region.label,
             )
@@ -334,6 +382,6 @@ class _Recording:
 
 def _calls(forward: Frame | None, replay: Replay | None) -> Iterator[Frame]:
     """The calls whose forward runs here, innermost first; one that stands still around a replay is not among them."""
-    while forward is not None and forward.outer is replay:
+    while isinstance(forward, Frame) and forward.outer is replay:
         yield forward
         forward = forward.around

@@ -19,6 +19,7 @@ class Here:
         forward: the innermost checkpointed call whose forward runs.
         plain: calls are plain ones here, and leave no frame.
         region: the SAVE region that runs, or is gone around, here.
+        reentrant: a call of the reentrant engine runs its function, in forward or in a replay.
     """
 
     replay: Replay | None = None
@@ -26,6 +27,7 @@ class Here:
     forward: Any = None
     plain: bool = False
     region: Any = None
+    reentrant: bool = False
 
 
 class _Thread(threading.local):

@@ -26,6 +26,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from regrow._core import compat
+from regrow._core.frame import Frame
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -102,6 +103,15 @@ class Split:
             torch.autograd.backward([GradientEdge(leaf, 0)], [grad])
         self._roots, self._inputs = [], []
 
+    @property
+    def joints(self) -> frozenset[Node]:
+        """The nodes that dw runs once more, until it has run."""
+        return frozenset() if self._graph is None else frozenset(self._graph.joints)
+
+    def leads_before(self, number: int) -> bool:
+        """Whether the graph has nodes that this thread made before the node of a number."""
+        return self._taken_apart().leads_before(number)
+
     def _taken_apart(self) -> _Graph:
         if self._graph is None:
             raise RuntimeError("This backward was finished: dw has run, and the graph is let go.")
@@ -135,20 +145,26 @@ class _Graph:
             for leaf in leaves:
                 times[leaf] = times.get(leaf, 0) + 1
         for node, leaves in found.items():
-            if compat.is_python_function(node):
+            if compat.is_python_function(node) and not _is_call(node):
                 times.update(dict.fromkeys(leaves, 2))
-        early = {leaf for leaf, count in times.items() if count > 1 and found}
-        self._complete(early)
+        # A checkpointed call cuts its own backward: asked for its trigger it runs the second half of it, never before.
+        triggers = {node.next_functions[0][0] for node in order if _is_call(node)}
+        early = {leaf for leaf, count in times.items() if count > 1 and found} - triggers
+        self._complete(early, triggers)
         self.early = [leaf for leaf in times if leaf in early]
         self._own = {node: [leaf for leaf in leaves if leaf not in early] for node, leaves in found.items()}
         self.joints = [node for node, leaves in self._own.items() if leaves]
         self._early = early
 
-    def _complete(self, early: set[Node]) -> None:
+    def _complete(self, early: set[Node], triggers: set[Node | None]) -> None:
         """What is computed from parameters alone runs in dx or in dw, never in both: its leaves go together."""
-        groups = [set(leaves) for leaves in self._leaves.values()]
+        groups = [set(leaves) - triggers for leaves in self._leaves.values()]
         while mixed := [group for group in groups if group & early and not group <= early]:
             early.update(*mixed)
+
+    def leads_before(self, number: int) -> bool:
+        """Whether a node was made before the node of a number; leaves do not count."""
+        return any(node.next_functions and compat.sequence_number(node) < number for node in self._on_way)
 
     def leads(self, node: Node) -> bool:
         """Whether a node leads to an input."""
@@ -220,6 +236,11 @@ def _edge_of(value: Any) -> GradientEdge | None:
 
 def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
+
+
+def _is_call(node: Node) -> bool:
+    """Whether a node cuts its own backward: that of a reentrant call, and of a SAVE region in one."""
+    return isinstance(getattr(node, "frame", None), Frame) or getattr(node, "cuts_itself", False) is True
 
 
 def _grad(roots: list[tuple[GradientEdge, torch.Tensor]], wanted: list[GradientEdge]) -> Grads:

@@ -80,11 +80,29 @@ class State:
         """The generators that a replay rewinds."""
         return [generator for generator, _ in self._generators]
 
+    def modes(self) -> list[bool]:
+        """Whether each module it reaches trains."""
+        return list(map(_training, self._modules))
+
+    def set_modes(self, modes: list[bool]) -> None:
+        """For the time of a replay; it puts back what was there."""
+        _set_modes(self._modules, modes)
+
     def is_sharded(self) -> bool:
         """Whether shards stand where forward had whole parameters: a replay cannot run until they are gathered."""
         here = _parameters(self._modules)
         then = set(map(id, self._parameters))
         return any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a parameter or a captured tensor needs a gradient."""
+        return True in self._requires_grad or any(needs for _, _, needs in self._captured)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules it reaches, those inside them included."""
+        return self._modules
 
     def after_forward(self) -> None:
         """Note what forward changed. What forward itself writes, other than buffers, is the user's own state."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from regrow._core import scope
 from regrow._core.frame import Frame, Handle
 from regrow._core.lifecycle import Reason, Replay
+from regrow._core.scope import Scope
 from regrow.pipelining.sites import Sites, Watch
 from regrow.scheduling import (
     clear_recompute_session,
@@ -40,8 +42,12 @@ class MicroBatch:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Forward runs inside: its calls belong to this session."""
-        with recompute_session_ctx(self, retain_on_unpack=True), recompute_handle_collector_ctx() as handles:
+        """Forward runs inside: its calls belong to this session, and reentrant ones have halves that backward finds."""
+        with (
+            recompute_session_ctx(self, retain_on_unpack=True),
+            scope.opened(Scope((), automatic=True)),
+            recompute_handle_collector_ctx() as handles,
+        ):
             yield
         self._handles = handles
 
@@ -84,14 +90,15 @@ class MicroBatch:
         with self._reading(retain=True):
             yield
         for index, frame in () if retention == "all" else self._alive():
-            unread = self._sites.unread(index, frame)
+            unread = self._sites.unread(index, frame) if frame.learns else frozenset()
             if retention == "none":
                 frame.release(frame.bound, Reason.ENDED)
             elif unread is None:
                 self._watches[index] = frame.watch(frame.bound)
             else:
                 frame.trim(frame.bound, unread)
-                self._trimmed.add(index)
+                if frame.learns:
+                    self._trimmed.add(index)
 
     @contextmanager
     def dw(self) -> Iterator[None]:

@@ -95,6 +95,10 @@ class HooksFrame(Frame):
         """How many tensors forward has saved so far."""
         return len(self.saved)
 
+    def goes_on(self, position: int) -> bool:
+        """Whether anything was saved behind that place: else early stop, or the end, comes there."""
+        return len(self.saved) > position
+
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         if not self.complete:

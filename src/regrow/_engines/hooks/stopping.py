@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from regrow._core import compat, trees
 
-_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# None where torch calls a custom Function without a frame of Python in between, as 2.14 does.
+_FUNCTION_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})
 
