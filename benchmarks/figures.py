@@ -9,13 +9,15 @@ from statistics import quantiles
 
 PLAIN = "plain"  # the variant that others add to
 REFERENCE = "torch"  # the variant that others are a ratio of
+SECOND = "torch reentrant"  # what the reentrant engine is a ratio of as well
 
 
 class RatioOf(Enum):
-    """What is divided by the same of the reference."""
+    """What is divided by the same of a reference."""
 
     ADDED = "added"  # time minus the time of the plain call
     TOTAL = "total"  # time
+    REENTRANT = "reentrant"  # time minus the time of the plain call, over that of torch's reentrant checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def compare(samples: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
     Args:
         samples: one sample a round for each variant, in nanoseconds; a plain one and a reference are among them.
     """
-    plain, reference = samples[PLAIN], samples[REFERENCE]
+    plain, reference, second = samples[PLAIN], samples[REFERENCE], samples.get(SECOND)
     return {
         name: Figures(
             time_ns=Spread.of(times),
@@ -59,6 +61,7 @@ def compare(samples: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
             ratios={
                 RatioOf.ADDED: _spread(paired_ratios(added(times, plain), added(reference, plain))),
                 RatioOf.TOTAL: _spread(paired_ratios(times, reference)),
+                **({} if second is None else {RatioOf.REENTRANT: _to_second(times, plain, second)}),
             },
         )
         for name, times in samples.items()
@@ -77,6 +80,10 @@ def paired_ratios(costs: Sequence[float], reference: Sequence[float]) -> list[fl
     alike; the count of a spread says how many stayed.
     """
     return [cost / base for cost, base in zip(costs, reference, strict=True) if base > 0]
+
+
+def _to_second(times: Sequence[float], plain: Sequence[float], second: Sequence[float]) -> Spread | None:
+    return _spread(paired_ratios(added(times, plain), added(second, plain)))
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

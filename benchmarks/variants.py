@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from figures import PLAIN, REFERENCE
+from figures import PLAIN, REFERENCE, SECOND
 from harness import Variant
 from regrow.call import checkpoint
 
 Function = Callable[[Tensor], Tensor]
 REGROW = "regrow"
+REENTRANT = "regrow reentrant"
 
 
 class Slot:
@@ -67,7 +68,8 @@ def of(function: Function, x: Tensor) -> list[Variant]:
         Variant("floor", partial(floor, function, x)),
         Variant(REGROW, partial(checkpoint, function, x)),
         Variant(REFERENCE, partial(torch_checkpoint, function, x, use_reentrant=False)),
-        Variant("torch reentrant", partial(torch_checkpoint, function, x, use_reentrant=True)),
+        Variant(REENTRANT, partial(checkpoint, function, x, use_reentrant=True)),
+        Variant(SECOND, partial(torch_checkpoint, function, x, use_reentrant=True)),
     ]
 
 

@@ -19,7 +19,7 @@ import regrow
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 MODULES = ("figures", "harness", "host_cost", "observation", "report", "variants")
-VARIANTS = ["plain", "floor", "regrow", "torch", "torch reentrant"]
+VARIANTS = ["plain", "floor", "regrow", "torch", "regrow reentrant", "torch reentrant"]
 
 
 @pytest.fixture
@@ -210,14 +210,18 @@ def test_a_quick_run_checks_and_times_every_variant(tmp_path):
     result = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["variant"] for row in rows] == VARIANTS * 6
-    assert {(row["case"], row["n_saved"]) for row in rows[:20]} == {("200 operations", 200), ("1 operation", 1)}
+    again = ["regrow reentrant"]  # compared with torch's reentrant checkpoint as well
+    assert [row["variant"] for row in rows] == (VARIANTS * 2 + again) * 2 + VARIANTS * 2
+    assert {(row["case"], row["n_saved"]) for row in rows[:26]} == {("200 operations", 200), ("1 operation", 1)}
     targets = [(row["phase"], row["ratio"], row["target"]) for row in rows if row["target"] is not None]
     assert targets == [
         ("forward", "added_ratio", 0.40),
         ("forward+backward", "added_ratio", 0.48),
+        ("forward+backward", "added_ratio", 0.18),
+        ("forward+backward", "reentrant_ratio", 1.0),
         ("forward", "added_ratio", 0.35),
         ("forward+backward", "added_ratio", 0.35),
+        ("forward+backward", "reentrant_ratio", 0.6),
         ("forward+backward", "total_ratio", 1.02),
     ]
     assert all(name in result.stdout for name in VARIANTS)

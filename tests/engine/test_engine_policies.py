@@ -22,6 +22,8 @@ import regrow
 from regrow import policies
 from regrow._core import families
 
+pytestmark = pytest.mark.only("hooks", because="the other engine takes no policy")
+
 aten = torch.ops.aten
 MM, BMM, ADDMM = aten.mm.default, aten.bmm.default, aten.addmm.default
 SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -68,6 +68,7 @@ INLINE = {
 }
 
 
+@pytest.mark.only("hooks", because="the other engine takes no policy")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["policy_fn", "context_fn"])
 @pytest.mark.parametrize("policy", INLINE)

@@ -128,7 +128,7 @@ VARIANTS = {
 def test_gradients_are_those_without_checkpoints(same, engine, name, variant, options):
     """Rule 26: bit for bit; where torch's split refuses, a parameter at two places, the oracle is regrow's stage.
 
-    Rule 28: reentrant calls that share a parameter add up its gradient in another order.
+    Rule 35: reentrant calls that share a parameter add up its gradient in another order.
     """
     if variant == "tied" and engine.use_reentrant:
         same = torch.testing.assert_close

@@ -476,7 +476,7 @@ def test_a_backward_that_fails_releases_the_call(gc_off, track):
 
 
 def test_hooks_of_a_captured_parameter_fire_once_per_call_that_captures_it():
-    """Rule 28: each call accumulates by itself; plain autograd and the other engine fire them once."""
+    """Rule 35: each call accumulates by itself; plain autograd and the other engine fire them once."""
     layer, fired = nn.Linear(3, 3, bias=False), []
     layer.weight.register_hook(lambda grad: fired.append("tensor"))
     layer.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
@@ -485,7 +485,7 @@ def test_hooks_of_a_captured_parameter_fire_once_per_call_that_captures_it():
 
 
 def test_a_parameter_inside_and_outside_of_calls_gets_both_gradients():
-    """Rule 28: equal up to the order in which they are added."""
+    """Rule 35: equal up to the order in which they are added."""
 
     def program(run):
         layer, x = nn.Linear(3, 3), leaf(2, 3)
@@ -510,7 +510,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_distributed_data_parallel(one_rank, shared):
-    """Rule 28: DDP counts each parameter's gradient once; one that calls share needs ``static_graph``."""
+    """Rule 35: DDP counts each parameter's gradient once; one that calls share needs ``static_graph``."""
     from torch.nn.parallel import DistributedDataParallel
 
     def train(run):
@@ -531,7 +531,7 @@ class InsideAndOutside(Net):
 
 @pytest.mark.parametrize("kind", [partial(Net, shared=True), partial(InsideAndOutside, shared=True)])
 def test_distributed_data_parallel_says_what_shared_parameters_need(one_rank, kind):
-    """Rule 28: DDP would reduce the first part of such a gradient, and each rank would keep its own second part."""
+    """Rule 35: DDP would reduce the first part of such a gradient, and each rank would keep its own second part."""
     from torch.nn.parallel import DistributedDataParallel
 
     net = DistributedDataParallel(kind())
@@ -602,7 +602,7 @@ class Stateful(nn.Module):
     [("buffer", "Stateful.state"), ("attribute", "Stateful.balance"), ("list", "an argument")],
 )
 def test_a_graph_that_is_left_elsewhere_than_in_the_output_is_refused(kind, says):
-    """Rule 28: forward had none there, so a gradient through it is missing, and nothing else would notice."""
+    """Rule 35: forward had none there, so a gradient through it is missing, and nothing else would notice."""
     module = Stateful(kind)
     out = call(module, leaf(3), [])
     with pytest.raises(CheckpointError, match=f"needs a gradient in {says}.*store it detached"):
@@ -611,7 +611,7 @@ def test_a_graph_that_is_left_elsewhere_than_in_the_output_is_refused(kind, says
 
 
 def test_weights_that_a_hook_computes_are_no_such_graph():
-    """Rule 28: old-style spectral norm leaves its weight as an attribute, and computes it anew each time."""
+    """Rule 35: old-style spectral norm leaves its weight as an attribute, and computes it anew each time."""
 
     def program(run):
         layer = nn.utils.spectral_norm(nn.Linear(3, 3))
@@ -623,7 +623,7 @@ def test_weights_that_a_hook_computes_are_no_such_graph():
 
 
 def test_a_buffer_that_needs_a_gradient_is_refused():
-    """Rule 28: a replay runs on a copy of it."""
+    """Rule 35: a replay runs on a copy of it."""
     layer = nn.Linear(3, 3)
     layer.register_buffer("scale", leaf(3))
     with pytest.raises(ValueError, match=r"buffer Linear.scale.*Make it a parameter"):

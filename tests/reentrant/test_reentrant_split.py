@@ -106,7 +106,7 @@ def split(model, x, gradient, form):
 
 @pytest.mark.parametrize("form", ["torch's", "second grad"])
 def test_dx_and_dw_are_plain_backward_with_one_replay(form):
-    """Rule 29: bit for bit, parameters untouched after dx, each call run once more, every handle released."""
+    """Rule 36: bit for bit, parameters untouched after dx, each call run once more, every handle released."""
     gradient, want_dx, want_dw = oracle()
     model, x = made(call)
     dx, between, triggers, handles = split(model, x, gradient, form)
@@ -119,7 +119,7 @@ def test_dx_and_dw_are_plain_backward_with_one_replay(form):
 
 
 def test_the_gradient_of_a_trigger_is_a_tensor_without_elements():
-    """Rule 29: never None, in either half."""
+    """Rule 36: never None, in either half."""
     with reentrant_checkpoint_scope([]) as handles:
         out = call(nn.Linear(2, 2), torch.randn(2, 2, requires_grad=True))
     trigger = handles[0].backward_trigger
@@ -131,7 +131,7 @@ def test_the_gradient_of_a_trigger_is_a_tensor_without_elements():
 
 
 def test_dw_without_dx_computes_both():
-    """Rule 29: as on the first stage of a pipeline, whose input needs no gradient."""
+    """Rule 36: as on the first stage of a pipeline, whose input needs no gradient."""
     gradient, want_dx, want_dw = oracle()
     model, x = made(call)
     with reentrant_checkpoint_scope(model.parameters()) as handles:
@@ -172,7 +172,7 @@ class Shared(Model):
     ("make", "form"), [(OnlyCaptured, "torch's"), (OnlyCaptured, "second grad"), (Shared, "second grad")]
 )
 def test_every_contribution_arrives(make, form):
-    """Rule 29: where a gradient has parts in several calls, they are added in another order than in plain backward."""
+    """Rule 36: where a gradient has parts in several calls, they are added in another order than in plain backward."""
     gradient, want_dx, want_dw = oracle(make)
     model, x = made(call, make)
     if make is Shared:
@@ -214,7 +214,7 @@ def count(work):
 
 
 def test_dx_and_dw_run_the_operators_of_one_replay_and_one_backward():
-    """Rule 29: no matrix product and no sum runs twice; layer norm runs once for each half, with an output mask."""
+    """Rule 36: no matrix product and no sum runs twice; layer norm runs once for each half, with an output mask."""
     model, x = made(call, OnlyCaptured)
     loss = model(x).sum()
     whole = count(loss.backward)
@@ -234,7 +234,7 @@ def test_dx_and_dw_run_the_operators_of_one_replay_and_one_backward():
 
 
 def test_after_dx_only_what_dw_reads_is_alive_and_after_dw_nothing(gc_off, track):
-    """Rule 29: of three activations dw reads the one that a weight was multiplied with."""
+    """Rule 36: of three activations dw reads the one that a weight was multiplied with."""
     a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
     def function(x):
@@ -257,7 +257,7 @@ def test_after_dx_only_what_dw_reads_is_alive_and_after_dw_nothing(gc_off, track
 
 
 def test_a_pass_that_comes_through_after_dx_is_right_and_notes_nothing():
-    """Rule 29: a parameter before two calls gets its gradient alone; dw starts from the first dx all the same."""
+    """Rule 36: a parameter before two calls gets its gradient alone; dw starts from the first dx all the same."""
     gradient, want_dx, want_dw = oracle()
     model, x = made(call)
     with reentrant_checkpoint_scope(model.parameters()) as handles:
@@ -278,7 +278,7 @@ def test_a_pass_that_comes_through_after_dx_is_right_and_notes_nothing():
 
 
 def test_hooks_of_captured_parameters_run_in_dw():
-    """Rule 29: tensor hooks and those after accumulation, once per call."""
+    """Rule 36: tensor hooks and those after accumulation, once per call."""
     layer, fired = nn.Linear(3, 3, bias=False), []
     layer.weight.register_hook(lambda grad: fired.append("tensor"))
     layer.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
@@ -294,7 +294,7 @@ def test_hooks_of_captured_parameters_run_in_dw():
 
 
 def test_the_source_of_parameters_is_asked_once_and_only_for_a_call():
-    """Rule 29: it may be costly, or not there yet."""
+    """Rule 36: it may be costly, or not there yet."""
     asked = []
 
     def source():
@@ -336,7 +336,7 @@ def test_scopes_do_not_nest():
 
 
 def test_a_phase_that_was_never_set_is_refused_and_can_be_set_then():
-    """Rule 29: by naming what to call; nothing is lost."""
+    """Rule 36: by naming what to call; nothing is lost."""
     out, handle = in_scope()
     with pytest.raises(CheckpointError, match=r'phase was never set.*set_phase\("dx"\)'):
         out.sum().backward()
@@ -376,7 +376,7 @@ def test_a_handle_says_what_is_wrong_with_a_phase():
 
 
 def test_a_limited_backward_outside_a_scope_is_refused_while_it_captures_parameters():
-    """Rule 28: ``.grad`` would be written although nobody asked; the call is as it was, and a whole backward works."""
+    """Rule 35: ``.grad`` would be written although nobody asked; the call is as it was, and a whole backward works."""
     layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     loss = call(lambda t: layer(t).sin(), x).sum()
     for limited in (lambda: torch.autograd.grad(loss, x), lambda: loss.backward(inputs=[x])):
@@ -388,7 +388,7 @@ def test_a_limited_backward_outside_a_scope_is_refused_while_it_captures_paramet
 
 
 def test_a_limited_backward_is_right_where_nothing_is_captured(counted):
-    """Rule 28: only what was asked for, in one replay."""
+    """Rule 35: only what was asked for, in one replay."""
     region = counted(lambda a, b: (a.sin() * b).exp())
     a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
     (got,) = torch.autograd.grad(call(region, a, b).sum(), b)
@@ -452,7 +452,7 @@ def test_in_a_session_the_halves_are_found_by_themselves(prefire):
 
 
 def test_a_second_loss_in_a_session_is_not_taken_for_dw():
-    """Rule 29: dw starts from dx only where the gradient of the output is that of dx."""
+    """Rule 36: dw starts from dx only where the gradient of the output is that of dx."""
     model, x = session_model()
     with recompute_session_ctx("s", retain_on_unpack=True):
         out = model(x)
@@ -627,7 +627,7 @@ def test_prefire_of_a_call_that_died_or_was_released_says_so():
 
 
 def test_a_captured_tensor_with_a_graph_is_refused_in_a_split_wherever_it_hides():
-    """Rule 29: its graph leads out of the call, so dx would miss what flows there."""
+    """Rule 36: its graph leads out of the call, so dx would miss what flows there."""
 
     class Box:
         pass
@@ -654,3 +654,108 @@ def test_backward_on_another_thread_finds_its_session(on_thread, on_pool_thread)
         y = x.detach().requires_grad_()
         y.sin().exp().sum().backward()
         assert_same(x.grad, y.grad)
+
+
+def test_a_pass_in_dw_that_does_not_ask_for_the_trigger_notes_nothing():
+    """Rule 36: without a dx before, with another gradient than the pass that follows."""
+    gradient, _, want_dw = oracle()
+    model, x = made(call)
+    with reentrant_checkpoint_scope(model.parameters()) as handles:
+        out = model(x)
+    set_phase(handles, "dw")
+    (weight,) = torch.autograd.grad(out, model.before.weight, gradient * 2, retain_graph=True)
+    found = torch.autograd.grad(out, [*model.explicit, *(handle.backward_trigger for handle in handles)], gradient)
+    for p, grad in zip(model.explicit, found, strict=False):
+        p.grad = grad
+    assert_same(weight, want_dw[0] * 2)
+    assert_same(model.grads(), want_dw)
+
+
+def test_dw_through_another_output_than_dx_is_computed_anew():
+    """Rule 36: what dx kept belongs to the outputs that it started from."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with reentrant_checkpoint_scope(layer.parameters()) as handles:
+        one, two = call(lambda t: (layer(t).sin(), layer(t).cos()), x)
+    set_phase(handles, "dx")
+    torch.autograd.grad(one.sum(), x, retain_graph=True)
+    set_phase(handles, "dw")
+    torch.autograd.grad((one + two).sum(), handles[0].backward_trigger)
+    got = [layer.weight.grad, layer.bias.grad]
+    want = torch.autograd.grad((layer(x).sin() + layer(x).cos()).sum(), [layer.weight, layer.bias])
+    assert_same(got, list(want))
+
+
+def test_a_trigger_outside_its_session_gives_a_tensor_too():
+    """Rule 36: the call was split by the session it was made in; outside it, it replays for itself."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with recompute_handle_collector_ctx() as handles, recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(lambda t: layer(t).sin(), x).sum()
+    clear_recompute_session("s")
+    dx, nothing = torch.autograd.grad(loss, [x, handles[0].backward_trigger])
+    assert nothing.shape == (0,)
+    want = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+    assert_same([dx, layer.weight.grad, layer.bias.grad], list(want))
+
+
+def test_dx_leaves_parameters_that_are_arguments_alone_whatever_is_asked():
+    """Rule 36: with phase "dx" a whole backward gives activations only; dw returns the rest."""
+    weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    with reentrant_checkpoint_scope([weight]) as handles:
+        loss = call(lambda t, w: (t @ w).sin(), x, weight).sum()
+    set_phase(handles, "dx")
+    loss.backward(retain_graph=True)
+    assert weight.grad is None
+    set_phase(handles, "dw")
+    dw, _ = torch.autograd.grad(loss, [weight, handles[0].backward_trigger])
+    assert_same([x.grad, dw], list(torch.autograd.grad((x @ weight).sin().sum(), [x, weight])))
+
+
+def test_a_value_that_changes_between_dx_and_dw_is_refused():
+    """Rule 4: as plain autograd refuses it; behind hooks autograd itself checks no versions."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    h = x * 1
+    with reentrant_checkpoint_scope(layer.parameters()) as handles:
+        loss = call(layer, h).sum()
+    set_phase(handles, "dx")
+    torch.autograd.grad(loss, x, retain_graph=True)
+    with torch.no_grad():
+        h.zero_()
+    set_phase(handles, "dw")
+    with pytest.raises(regrow.ValueChangedError, match="saved tensor"):
+        torch.autograd.grad(loss, handles[0].backward_trigger)
+
+
+def test_a_changed_weight_is_refused_in_a_session_too():
+    """Rule 24: the watch sees what is saved into slots."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(lambda t: layer(t).sin(), x).sum()
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        with pytest.raises(regrow.StateChangedError, match="weight"):
+            loss.backward()
+    clear_recompute_session("s")
+
+
+def test_prefire_before_forward_has_returned_is_refused():
+    """Rule 21."""
+    with recompute_handle_collector_ctx() as handles, pytest.raises(RuntimeError, match="has not returned yet"):
+        call(lambda x: recompute_handle(handles[0], "s"), torch.randn(3, requires_grad=True))
+    assert handles == []
+
+
+def test_a_session_that_its_own_replay_clears_is_not_filled(counted):
+    """Rule 11: this backward is right all the same, and nothing is left."""
+
+    def function(x):
+        if regrow.is_recomputing():
+            clear_recompute_session("s")
+        return x.sin()
+
+    region, x = counted(function), torch.randn(3, requires_grad=True)
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        loss = call(region, x).sum()
+        frame = loss.grad_fn.next_functions[0][0].frame
+        loss.backward(retain_graph=True)
+    assert (frame.graphs, frame.replays, region.runs) == ({}, {}, 2)
+    assert_same(x.grad, x.detach().cos())

@@ -30,7 +30,7 @@ def spare_type() -> str | None:
     """The type of device that a function may use although no input lies there; None if this machine has none."""
     kind: str = DefaultDeviceType.get_device_type()
     if kind not in _spare:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         candidate = kind if accelerator is None else accelerator.type
         if candidate == "cpu":
             return _spare.setdefault(kind, None)

@@ -67,8 +67,9 @@ class Environment:
     @property
     def casts(self) -> bool:
         """Whether autocast was on and kept what it had cast."""
-        cpu, _, cache, *_ = self.surroundings
-        return cache and (cpu or any(enabled for _, enabled, _ in self.device_autocast))
+        around = self.surroundings
+        on_cpu: bool = around[0]
+        return bool(around[2]) and (on_cpu or any(enabled for _, enabled, _ in self.device_autocast))
 
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""

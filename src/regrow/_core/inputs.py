@@ -110,15 +110,18 @@ class Inputs:
         A tensor that is passed twice is one leaf; it stands at the first of its places.
         """
         tensors = self._tensors(label)
+        if len(tensors) == 1 and self._template is TENSORS_ONLY and self._requires_grad[0]:
+            leaf = tensors[0].detach().requires_grad_()  # as in many calls
+            return [leaf], [leaf], {}
         leaves: list[torch.Tensor | None] = [None] * len(tensors)
         filled: list[Any] = list(tensors)
         known: dict[int, torch.Tensor] = {}
         for index, needs in enumerate(self._requires_grad):
             if needs:
-                leaf = known.get(id(tensors[index]))
+                tensor = tensors[index]
+                leaf = known.get(id(tensor))
                 if leaf is None:
-                    leaf = tensors[index].detach().requires_grad_()
-                    known[id(tensors[index])] = leaves[index] = leaf
+                    known[id(tensor)] = leaves[index] = leaf = tensor.detach().requires_grad_()
                 filled[index] = leaf
         args, kwargs = self._template.fill(filled)
         return leaves, args, kwargs

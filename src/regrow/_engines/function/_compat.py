@@ -37,7 +37,7 @@ def active_wrapper() -> DistributedDataParallel | None:
 
 def backward(roots: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
     """Accumulate gradients in the leaves. Roots and gradients must match: nothing is checked here."""
-    _run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _run_backward(roots, grads, False, False, (), True, True)  # allow what is unreachable, accumulate
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:

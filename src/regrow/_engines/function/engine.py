@@ -130,12 +130,16 @@ def _silently(frame: ReentrantFrame, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, recorded: bool) -> Any:
     """The output of forward as the output of one node."""
-    found, template = outputs.taken_apart(frame.label, output)
     frame.after_forward()
     if frame.inputs.changed_with_grad:
         raise InputChangedError(frame.label, *frame.inputs.changes)
-    frame.fresh = outputs.aliases(found, recorded=recorded)
-    joined = apply(frame, frame.trigger, *tensors)
+    if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():
+        frame.fresh = (output.detach(),)  # what most calls return
+        joined, template = apply(frame, frame.trigger, *tensors), None
+    else:
+        found, template = outputs.taken_apart(frame.label, output)
+        frame.fresh = outputs.aliases(found, recorded=recorded)
+        joined = apply(frame, frame.trigger, *tensors)
     if frame.began_ns:
         telling.forward(frame, frame.began_ns, in_replay=frame.outer is not None)
     return joined[0] if template is None else template.fill(list(joined))[0][0]

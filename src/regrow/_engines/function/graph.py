@@ -29,12 +29,15 @@ Leaves = list[torch.Tensor | None]
 
 def whole(label: str, outputs: Sequence[torch.Tensor], leaves: Leaves, grads: Grads, *, compare: bool) -> Grads:
     """Backward through a graph that nobody needs again: gradients of the leaves; parameters accumulate theirs."""
-    check_same(label, outputs, grads, compare=compare)
-    if len(outputs) == 1:
+    if len(outputs) == len(grads) == 1:  # as in most calls
         (output,), (grad,) = outputs, grads
         if grad is not None and output.requires_grad:
+            # Autograd itself compares devices.
+            if compare and (output.shape != grad.shape or output.dtype is not grad.dtype):
+                _refuse(label, outputs, grads)
             _compat.backward((output,), (grad,))
     else:
+        check_same(label, outputs, grads, compare=compare)
         known = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         if known:
             _compat.backward(*zip(*known, strict=True))
@@ -98,6 +101,7 @@ class Graph:
         "_label",
         "_leaves",
         "_looks",
+        "_present",
         "_roots",
         "_slots",
         "_split",
@@ -118,6 +122,7 @@ class Graph:
         self._split: Split | None = None
         self._found: list[torch.Tensor | None] | None = None
         self._given: Grads | None = None
+        self._present: list[bool] = []
         self.trimmed = False
 
     def check(self, grads: Grads) -> None:
@@ -125,40 +130,44 @@ class Graph:
         check_same(self._label, self._looks, grads, compare=self._compares)
 
     @property
-    def has_dx(self) -> bool:
-        """Whether dw can start from what dx kept."""
+    def is_cut(self) -> bool:
+        """Whether dx has run."""
         return self._split is not None
 
     def had(self, grads: Grads) -> bool:
-        """Whether dx was given these gradients of the outputs; True where it did not note them."""
+        """Whether dw can start from what dx kept: it was given these gradients, as far as that was noted."""
+        if self._split is None:
+            return False
         if self._given is None:
-            return True
+            return self._present == [grad is not None for grad in grads]
         pairs = zip(self._given, grads, strict=True)
         return all(one is other or (one is not None and other is not None and one.equal(other)) for one, other in pairs)
 
-    def full(self, grads: Grads, *, keep: bool) -> Grads:
-        """The whole backward at once."""
+    def full(self, grads: Grads, *, keep: bool, only: list[bool] | None = None) -> Grads:
+        """The whole backward at once; ``only`` these inputs, and all that is captured, if it says which."""
         known = _known(self._roots, grads)
-        if known:
+        ends: list[GradientEdge] | None = None
+        if only is not None:
+            ends = [edge for edge, want in zip(self._edges, only, strict=True) if edge is not None and want]
+            ends += [GradientEdge(node, 0) for node in self.captured()]
+        if known and ends != []:
             edges, given = zip(*known, strict=True)
-            torch.autograd.backward(edges, given, retain_graph=keep)
+            torch.autograd.backward(edges, given, retain_graph=keep, inputs=ends)
         return tuple(_taken(leaf) for leaf in self._leaves)
 
-    def dx(self, grads: Grads, wanted: list[bool], *, keep: bool, compare: bool) -> Grads:
-        """Gradients of the inputs that are wanted; parameters are left alone.
+    def through(self, grads: Grads, wanted: list[bool]) -> Grads:
+        """Gradients of the inputs that are wanted; nothing is noted, and the graph stays."""
+        return _grads(self._roots, self._inputs(wanted), grads)
 
-        The first pass notes what dw starts from; a later one only computes.
-        """
-        inputs = [edge if want else None for edge, want in zip(self._edges, wanted, strict=True)]
-        if self._split is not None:
-            return _grads(self._roots, inputs, grads)
-        split = self._cut(inputs)
+    def dx(self, grads: Grads, wanted: list[bool], *, keep: bool, compare: bool) -> Grads:
+        """Gradients of the inputs that are wanted; parameters are left alone, and what dw starts from is noted."""
+        split = self._cut(self._inputs(wanted))
         with self._slots.noting(split.joints):
             found = split.dx(grads)
         self._split = split
         self._found = [grad if want and keep else None for grad, want in zip(found, wanted, strict=True)]
-        if compare:
-            self._given = grads
+        self._given = grads if compare else None
+        self._present = [grad is not None for grad in grads]
         return found
 
     def dw(self) -> Grads:
@@ -194,6 +203,9 @@ class Graph:
             seen |= fresh
             waiting += fresh
         return [node for node in seen - own if compat.is_accumulator(node)]
+
+    def _inputs(self, wanted: list[bool]) -> list[GradientEdge | None]:
+        return [edge if want else None for edge, want in zip(self._edges, wanted, strict=True)]
 
     def _cut(self, inputs: list[GradientEdge | None]) -> Split:
         split = Split(self._roots, inputs)

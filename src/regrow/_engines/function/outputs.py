@@ -37,8 +37,6 @@ def aliases(found: tuple[torch.Tensor, ...], *, recorded: bool) -> tuple[torch.T
         recorded: whether forward recorded a graph, which must not be held.
     """
     if len(found) == 1:
-        if not recorded and not found[0]._is_view() and not found[0].requires_grad:
-            return (found[0].detach(),)  # what nearly every call returns
         return (_alias(found[0], recorded=recorded),)
     storages = [compat.storage_key(tensor) for tensor in found]
     times = Counter(storages)

@@ -43,7 +43,7 @@ def arrive(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads)
         telling.asked(frame, OWN if owner is None else owner)
     try:
         if owner is None:
-            return None, _alone(frame, node, grads)
+            return frame.trigger.detach() if frame.split else None, _alone(frame, node, grads)
         return frame.trigger.detach(), _for_owner(frame, node, grads, owner)
     except _RefusedError as refusal:
         raise refusal.error from None
@@ -105,7 +105,7 @@ def _limited(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grad
         frame.release(OWN, Reason.ENDED)
         raise _RefusedError(CheckpointError(errors.limited_backward(frame.label, n_captured), label=frame.label))
     graph.check(grads)
-    found = graph.dx(grads, _wanted(node), keep=False, compare=False)
+    found = graph.through(grads, _wanted(node))
     frame.release(OWN, Reason.ENDED)
     if not keeps:
         frame.let_go()
@@ -113,29 +113,46 @@ def _limited(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grad
 
 
 def _for_owner(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads, owner: Owner) -> Grads:
+    # Asked for nothing but inputs, dw is not meant yet; told to be dx, a whole backward is none.
+    both = frame.phase is not Phase.DX and compat.is_wanted(node.next_functions[0][0])
     with frame.lock:
         graph = frame.graphs.get(owner)
-        if graph is not None and graph.trimmed and not _starts_dw(frame, node, graph, grads):
-            return _through_again(frame, node, grads)
+        starts = both and graph is not None and graph.had(grads)
+        if graph is not None and graph.trimmed and not starts:
+            # Another pass through a call that dw has not come to, and what dx alone reads was let go.
+            again = object()
+            graph = frame.keep(again, scheduled=False)
+            try:
+                return _through(frame, node, graph, grads, owner, both=both)
+            finally:
+                frame.release(again, Reason.ENDED)
         if graph is None:
             graph = frame.keep(owner, scheduled=owner is not OWN)
     graph.check(grads)
-    if compat.is_wanted(node.next_functions[0][0]) and frame.phase is not Phase.DX:
-        return _dw(frame, graph, grads, owner)
-    return _dx(frame, node, graph, grads, owner)
+    if starts:
+        found = graph.dw()
+        _finish(frame, owner)
+        return found
+    return _through(frame, node, graph, grads, owner, both=both)
 
 
-def _starts_dw(frame: ReentrantFrame, node: torch.autograd.graph.Node, graph: Graph, grads: Grads) -> bool:
-    return (
-        frame.phase is not Phase.DX
-        and graph.has_dx
-        and graph.had(grads)
-        and compat.is_wanted(node.next_functions[0][0])
-    )
-
-
-def _dx(frame: ReentrantFrame, node: torch.autograd.graph.Node, graph: Graph, grads: Grads, owner: Owner) -> Grads:
-    wanted = [want and index not in frame.parameters for index, want in enumerate(_wanted(node))]
+def _through(
+    frame: ReentrantFrame, node: torch.autograd.graph.Node, graph: Graph, grads: Grads, owner: Owner, *, both: bool
+) -> Grads:
+    """A pass that does not start from what a dx kept."""
+    graph.check(grads)
+    if both:
+        retains = owner is not OWN and not frame.consume
+        found = _full(frame, graph, grads, keep=retains, only=_wanted(node) if frame.lean else None)
+        if not retains:
+            _finish(frame, owner)
+        return found
+    wanted = _wanted(node)
+    if frame.phase is Phase.DW:
+        return graph.through(grads, wanted)
+    wanted = [want and index not in frame.parameters for index, want in enumerate(wanted)]
+    if graph.is_cut or frame.graphs.get(owner) is not graph:
+        return graph.through(grads, wanted)
     found = graph.dx(grads, wanted, keep=not frame.lean, compare=not frame.lean and not frame.asks)
     if owner is OWN:
         graph.trim()
@@ -144,40 +161,17 @@ def _dx(frame: ReentrantFrame, node: torch.autograd.graph.Node, graph: Graph, gr
     return found
 
 
-def _dw(frame: ReentrantFrame, graph: Graph, grads: Grads, owner: Owner) -> Grads:
-    keeps = compat.graph_task_keeps_graph()
-    if graph.has_dx and graph.had(grads):
-        found = graph.dw()
-        frame.release(owner, Reason.ENDED)
-        if not keeps or frame.phase is Phase.DW:
-            frame.let_go()
-        return found
-    retains = owner is not OWN and not frame.consume
-    found = _full(frame, graph, grads, keep=retains)
-    if not retains:
-        frame.release(owner, Reason.ENDED)
-        if not keeps or frame.phase is Phase.DW:
-            frame.let_go()
-    return found
+def _finish(frame: ReentrantFrame, owner: Owner) -> None:
+    """Parameters have their gradients: the replay is over, and the call as well, unless backward keeps its graph."""
+    frame.release(owner, Reason.ENDED)
+    if frame.phase is Phase.DW or not compat.graph_task_keeps_graph():
+        frame.let_go()
 
 
-def _full(frame: ReentrantFrame, graph: Graph, grads: Grads, *, keep: bool) -> Grads:
+def _full(frame: ReentrantFrame, graph: Graph, grads: Grads, *, keep: bool, only: list[bool] | None = None) -> Grads:
     if frame.wrapper is not None:
         data_parallel.refuse_shared(frame.label, frame.wrapper, graph)
-    return graph.full(grads, keep=keep)
-
-
-def _through_again(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads) -> Grads:
-    """Another pass through a call that dw has not come to yet, after what only dx reads was let go."""
-    owner = object()
-    graph = frame.keep(owner, scheduled=False)
-    try:
-        graph.check(grads)
-        if compat.is_wanted(node.next_functions[0][0]) and frame.phase is not Phase.DX:
-            return _full(frame, graph, grads, keep=False)
-        return graph.dx(grads, _wanted(node), keep=False, compare=False)
-    finally:
-        frame.release(owner, Reason.ENDED)
+    return graph.full(grads, keep=keep, only=only)
 
 
 def _wanted(node: torch.autograd.graph.Node) -> list[bool]:
