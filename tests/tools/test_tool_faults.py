@@ -17,9 +17,6 @@ from regrow import CheckpointError, InputChangedError, ReplayMismatchError, is_r
 SCALE = 2.0
 
 
-pytestmark = pytest.mark.only("hooks", because="the other engine compares outputs, and lists no operators")
-
-
 class Part(nn.Module):
     """A layer of a model, with a fault in it that shows in the replay."""
 
@@ -328,6 +325,7 @@ def test_an_input_that_is_changed_in_place_is_named_at_once():
     assert "block (ReadsInput.forward)" in str(error.value)
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 @pytest.mark.parametrize("check", ["values", "sample"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=lambda dtype: str(dtype)[6:]
@@ -350,6 +348,7 @@ def test_a_function_that_repeats_itself_passes(engine, same, check, dtype):
     same(torch.autograd.grad(out, x), want)
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 def test_a_sample_finds_what_differs_everywhere(engine):
     """Rule 34: and may miss what differs in few places; that is what it costs less for."""
     x = torch.randn(4096, requires_grad=True)
@@ -370,6 +369,7 @@ def test_a_sample_finds_what_differs_everywhere(engine):
     backward("sample", one_place)
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 def test_a_permutation_is_another_value(engine):
     """Rule 34: the fingerprint knows where each element stands."""
     x = torch.randn(6, requires_grad=True)
@@ -382,6 +382,7 @@ def test_a_permutation_is_another_value(engine):
         engine.checkpoint(function, x, determinism_check="values").sum().backward()
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 def test_a_selective_policy_that_meets_another_operator_is_explained(engine):
     """Rules 16 and 34: with the operators at hand, the report says where, not only which."""
     part = FlippedBranch()
@@ -394,6 +395,7 @@ def test_a_selective_policy_that_meets_another_operator_is_explained(engine):
     assert type(error.value.__cause__) is CheckpointError
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 def test_values_keep_no_tensor(engine, track, gc_off):
     """Rule 12: numbers and words are kept."""
     x = torch.randn(3, 4, requires_grad=True)
@@ -403,6 +405,7 @@ def test_values_keep_no_tensor(engine, track, gc_off):
     assert track.alive == 0
 
 
+@pytest.mark.only("hooks", because="the reentrant engine compares no values")
 def test_prefires_are_compared_too(engine):
     """Rules 11 and 34: the session holds nothing of a replay that is refused."""
     part = FlippedBranch()

@@ -146,7 +146,6 @@ def test_pictures_are_files_of_their_kind(tmp_path, suffix):
         assert b"stroke" in content
 
 
-@pytest.mark.only("hooks", because="a whole backward of the other engine holds its replay as autograd does")
 def test_a_plain_training_is_recorded_too(engine, tmp_path):
     """Rule 33: forwards and replays by name, without stages."""
     path = tmp_path / "run.json"

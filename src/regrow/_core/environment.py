@@ -59,17 +59,17 @@ class Environment:
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
 
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of generators that are held."""
+        states = [state for _, state in self.device_rng]
+        return states if self.cpu_rng is None else [self.cpu_rng, *states]
+
     @property
     def casts(self) -> bool:
         """Whether autocast was on and kept what it had cast."""
         around = self.surroundings
         on_cpu: bool = around[0]
         return bool(around[2]) and (on_cpu or any(enabled for _, enabled, _ in self.device_autocast))
-
-    def generator_states(self) -> list[torch.Tensor]:
-        """The states of generators that are held."""
-        states = [state for _, state in self.device_rng]
-        return states if self.cpu_rng is None else [self.cpu_rng, *states]
 
     def check_devices(self, label: str) -> None:
         """Refuse a device that was first used inside forward."""

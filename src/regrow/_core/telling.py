@@ -24,6 +24,8 @@ from regrow._core.lines import user_line
 from regrow._core.storages import sum_of_sole_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from regrow._core.frame import Frame, Owner
     from regrow._core.session import Session
 
@@ -102,12 +104,23 @@ def begin(frame: Frame, replay: Replay, *, prefired: bool) -> Record:
     return record
 
 
-def replayed(frame: Frame, replay: Replay, record: Record, *, failed: bool) -> None:
-    """A replay has ended; if it failed it is released next. The function itself may have cleared its session."""
+def replayed(
+    frame: Frame, replay: Replay, record: Record, *, failed: bool, values: list[torch.Tensor] | None = None
+) -> None:
+    """A replay has ended; if it failed it is released next. The function itself may have cleared its session.
+
+    Args:
+        frame: the call.
+        replay: the replay.
+        record: of `begin`.
+        failed: whether it raised.
+        values: what it brought back, where the call does not hold that.
+    """
     record.ended_ns = perf_counter_ns()
     if record.around is not None:
         record.around.__exit__(None, None, None)
-    record.told = 0 if failed or replay.record is None else weigh(frame, replay.owner)
+    gone = failed or replay.record is None
+    record.told = 0 if gone else sum_of_sole_bytes(frame.values(replay.owner) if values is None else values)
     if record.told:
         _held[record.replay] = record
     events.emit(
@@ -127,8 +140,8 @@ def replayed(frame: Frame, replay: Replay, record: Record, *, failed: bool) -> N
     )
 
 
-def asked(frame: Frame, owner: Session) -> None:
-    """A backward reads the replay of a session for the first time in a context."""
+def asked(frame: Frame, owner: Owner) -> None:
+    """A backward reads the replay of an owner: of a session for the first time in a context."""
     replay = frame.replays.get(owner)
     record = None if replay is None else replay.record
     if record is not None:

@@ -39,11 +39,13 @@ def saved_tensors_report(*tensors: torch.Tensor) -> Report:
             raise ValueError(f"loss must be a tensor with a graph, got {_described(tensor)}.")
     found = [each for node in _nodes(tensors) for each in _held_by(node)]
     frames = {id(frame): frame for _, frame in found if isinstance(frame, Frame)}
+    # The values of a call on saved-tensor hooks lie in the graph itself.
+    apart = {id(frame) for frame in map(_frame_of, _nodes(tensors)) if frame is not None}
     calls = [
         Found(frame.label, holding.kind, "", holding.tensor)
         for frame in frames.values()
         for holding in frame.holdings()
-        if holding.kind != "replayed"
+        if holding.kind != "replayed" or id(frame) in apart
     ]
     saved = [each for each, _ in found if each is not None]
     leaves = [each for each in saved if each.kind == "leaf"]
@@ -64,6 +66,9 @@ def _nodes(tensors: tuple[torch.Tensor, ...]) -> Iterator[Any]:
 
 
 def _held_by(node: Any) -> Iterator[tuple[Found | None, Frame | None]]:
+    owned = _frame_of(node)
+    if owned is not None:
+        yield None, owned
     for packed, hook in _compat.saved_by(node):
         frame = _frame_behind(hook)
         if isinstance(packed, Slot):
@@ -76,6 +81,12 @@ def _held_by(node: Any) -> Iterator[tuple[Found | None, Frame | None]]:
         else:
             for tensor in trees.tensors_in(packed):
                 yield Found(node.name(), "packed", "", tensor), None
+
+
+def _frame_of(node: Any) -> Frame | None:
+    """The reentrant call whose node this is."""
+    owned = getattr(node, "frame", None)
+    return owned if isinstance(owned, Frame) else None
 
 
 def _frame_behind(hook: Any) -> Frame | None:

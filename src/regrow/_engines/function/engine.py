@@ -44,8 +44,9 @@ def run(
     inputs = Inputs(tensors, template)
     frame = ReentrantFrame(function, label, inputs, environment, options)
     _look_around(frame, template.opaque)
+    if _compat.active_wrapper() is not None:
+        frame.wrapper = data_parallel.around()
     entries = _enter(frame, tensors, here)
-    began_ns = perf_counter_ns() if events.listeners else 0
     around, here.forward, here.reentrant = here.forward, frame, True
     try:
         silent = inputs.need_grad or (frame.state is not None and frame.state.needs_grad)
@@ -54,10 +55,7 @@ def run(
             environment.check_devices(label)
         # Out of the engine's sight there may be a parameter that needs a gradient: what was recorded tells.
         if silent or _grafted(frame) or any(tensor.requires_grad for tensor in trees.tensors_in(output)):
-            joined = _joined(frame, tensors, output, recorded=not silent)
-            if began_ns:
-                telling.forward(frame, began_ns, in_replay=outer is not None)
-            return joined
+            return _joined(frame, tensors, output, recorded=not silent)
     except BaseException:
         _discard(frame, entries)
         raise
@@ -68,8 +66,8 @@ def run(
 
 
 def _look_around(frame: ReentrantFrame, opaque: tuple[Any, ...]) -> None:
-    if _compat.active_wrapper() is not None:
-        frame.wrapper = data_parallel.around()
+    if events.listeners:
+        frame.began_ns = perf_counter_ns()
     cells = cells_of(frame.function)
     if cells is not None:
         frame.cells = cells
@@ -137,10 +135,13 @@ def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, 
         raise InputChangedError(frame.label, *frame.inputs.changes)
     if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():
         frame.fresh = (output.detach(),)  # what most calls return
-        return apply(frame, frame.trigger, *tensors)[0]
-    found, template = outputs.taken_apart(frame.label, output)
-    frame.fresh = outputs.aliases(found, recorded=recorded)
-    joined = apply(frame, frame.trigger, *tensors)
+        joined, template = apply(frame, frame.trigger, *tensors), None
+    else:
+        found, template = outputs.taken_apart(frame.label, output)
+        frame.fresh = outputs.aliases(found, recorded=recorded)
+        joined = apply(frame, frame.trigger, *tensors)
+    if frame.began_ns:
+        telling.forward(frame, frame.began_ns, in_replay=frame.outer is not None)
     return joined[0] if template is None else template.fill(list(joined))[0][0]
 
 

@@ -186,7 +186,7 @@ class Graph:
             self._slots.let_go()
 
     def values(self) -> list[torch.Tensor]:
-        """What the graph saved and still holds."""
+        """What it saved and holds."""
         return self._slots.values()
 
     def held_bytes(self) -> dict[int, int]:

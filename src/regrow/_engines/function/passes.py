@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from regrow import errors
-from regrow._core import compat, session
+from regrow._core import compat, events, session, telling
 from regrow._core.faults import CheckpointError
 from regrow._core.frame import Owner
 from regrow._core.lifecycle import Reason
@@ -39,6 +39,8 @@ def arrive(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads)
     if torch.is_grad_enabled() or compat.functorch_active():
         raise CheckpointError(errors.second_order(frame.label), label=frame.label)
     owner = _owner(frame)
+    if events.listeners:
+        telling.asked(frame, OWN if owner is None else owner)
     try:
         if owner is None:
             return frame.trigger.detach() if frame.split else None, _alone(frame, node, grads)
@@ -62,10 +64,8 @@ class _RefusedError(Exception):
 def _owner(frame: ReentrantFrame) -> Owner | None:
     """Who keeps a replay for more than this arrival; None for nobody."""
     active = frame.active_session
-    if type(active) is session.Unread:
-        return session.read(frame, active)
     if active is not None:
-        return active
+        return active.session if type(active) is session.Unread else active
     if frame.bound is not None:
         session.refuse_foreign_context(frame)
     if frame.asks:
@@ -88,7 +88,7 @@ def _alone(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads)
         try:
             found = whole(frame.label, outputs, leaves, grads, compare=frame.compares)
         finally:
-            frame.forget_brought(OWN)
+            frame.release(OWN, Reason.ENDED)
     else:
         graph.check(grads)
         found = _full(frame, graph, grads, keep=False)

@@ -70,6 +70,7 @@ class ReentrantFrame(SplitFrame):
         places: what SAVE regions saved of their inputs; None without regions.
         fresh: the outputs of forward on their way to autograd; None before and after.
         compares: whether the outputs of replays are compared with forward's.
+        began_ns: when forward began, if somebody listened.
         cells, closure: as those of the hooks engine.
 
     Memory: holds the inputs from the call until it is let go or its graph dies.
@@ -83,6 +84,7 @@ class ReentrantFrame(SplitFrame):
     silent = True
     places: Places | None = None
     fresh: tuple[torch.Tensor, ...] | None = None
+    began_ns = 0
     cells: list[Any] | None = None
     closure: Closure | None = None
     _constants: frozenset[int] | None = None
@@ -184,17 +186,24 @@ class ReentrantFrame(SplitFrame):
     def once(self) -> tuple[list[torch.Tensor], Leaves]:
         """Replay for one backward that takes everything with it."""
         replay = Replay(self.label, OWN, scheduled=False, outer=replaying.thread.here.replay or self.outer)
-        record = telling.begin(self, replay, prefired=False) if events.listeners else None
-        failed = True
         try:
-            found = self._run(replay, None, _as_they_are)
-            failed = False
-            return found
+            return self._told_once(replay) if events.listeners else self._run(replay, None, _as_they_are)
         finally:
-            if record is not None:
-                telling.replayed(self, replay, record, failed=failed)
-                telling.released(self, replay, Reason.FAILED if failed else Reason.ENDED)
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
+
+    def _told_once(self, replay: Replay) -> tuple[list[torch.Tensor], Leaves]:
+        """The same while somebody listens: what it saves goes into slots, to be weighed, and `release` ends it."""
+        slots = Slots(self.label)
+        self.replays[OWN] = replay
+        record = telling.begin(self, replay, prefired=False)
+        try:
+            found = self._run(replay, slots, _as_they_are)
+        except BaseException:
+            telling.replayed(self, replay, record, failed=True)
+            self.release(OWN, Reason.FAILED)
+            raise
+        telling.replayed(self, replay, record, failed=False, values=[*slots.values(), *found[0]])
+        return found
 
     def _run(
         self, replay: Replay, slots: Slots | None, finish: Callable[[list[torch.Tensor], Leaves], Result]
@@ -235,10 +244,7 @@ class ReentrantFrame(SplitFrame):
         self.forget_brought(owner)
         if replay is not None:
             if replay.record is not None:
-                if graph is not None:
-                    self.graphs[owner] = graph  # told of while it is still there
                 telling.released(self, replay, reason)
-                self.graphs.pop(owner, None)
             replay.advance(State.RELEASED, reason)
         del graph
 
@@ -265,16 +271,14 @@ class ReentrantFrame(SplitFrame):
         return {} if graph is None else graph.held_bytes()
 
     def values(self, owner: Owner) -> list[torch.Tensor]:
-        """What the replay for an owner saved, and brought back for regions."""
+        """What the replay for an owner saved and holds."""
         graph = self.graphs.get(owner)
-        brought = [] if self.places is None else self.places.values(owner)
-        return brought if graph is None else graph.values() + brought
+        return [] if graph is None else graph.values()
 
     def holdings(self) -> Iterator[Holding]:
-        """Inputs, states of generators, and what replays saved."""
+        """Inputs, states of generators, and what replays that are kept have saved."""
         yield from (Holding("input", None, tensor) for tensor in self.inputs.tensors())
-        if not self.released:
-            yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
+        yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
         for owner in list(self.graphs):
             yield from (Holding("replayed", owner, value) for value in self.values(owner))
 

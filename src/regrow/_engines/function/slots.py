@@ -83,8 +83,8 @@ class Slots:
 
     def values(self) -> list[torch.Tensor]:
         """What the slots hold."""
-        slots = (place() for place in self._all)
-        return [slot.value for slot in slots if slot is not None and slot.value is not None]
+        slots = [slot for slot in [place() for place in self._all] if slot is not None]
+        return [value for value in [slot.value for slot in slots] if value is not None]
 
     def held_bytes(self) -> dict[int, int]:
         """Bytes of what the slots hold, by storage."""
