@@ -18,7 +18,7 @@ from regrow._core.reach import Reach, reach
 from regrow._core.scope import ReentrantHandle
 from regrow._core.state import State
 from regrow._engines.function import _compat, data_parallel, outputs
-from regrow._engines.function.node import apply
+from regrow._engines.function.node import node_of
 from regrow._engines.function.replay import ReentrantFrame, ReentrantOptions
 
 Entries = list[tuple[list[Handle], Handle]]
@@ -130,10 +130,10 @@ def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, 
         raise InputChangedError(frame.label, *frame.inputs.changes)
     if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():
         frame.fresh = (output.detach(),)  # what most calls return
-        return apply(frame, frame.trigger, *tensors)[0]
+        return node_of(frame, tensors)[0]
     found, template = outputs.taken_apart(frame.label, output)
     frame.fresh = outputs.aliases(found, recorded=recorded)
-    joined = apply(frame, frame.trigger, *tensors)
+    joined = node_of(frame, tensors)
     return joined[0] if template is None else template.fill(list(joined))[0][0]
 
 
