@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.conftest import Engine
+from tests.sessions import calls
+
 JOIN_S = 30.0  # a thread that has not ended by then is in a deadlock
 
 
@@ -37,13 +40,14 @@ class Block:
         self.halfway: Callable[[int], None] = lambda runs: None
         self._made: list[tuple[StorageWeakRef, int]] = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        inner, outer = weights or self.weights
         self.runs += 1
         self.timeline.append("forward" if self.runs == 1 else "replay")
-        mixed = self.remember(x @ self.inner)
+        mixed = self.remember(x @ inner)
         wave = self.remember(mixed.sin())
         self.halfway(self.runs)
-        return self.remember(wave @ self.outer).cos()
+        return self.remember(wave @ outer).cos()
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -68,6 +72,14 @@ class Block:
         storage = tensor.untyped_storage()
         self._made.append((StorageWeakRef(storage), storage.nbytes()))
         return tensor
+
+
+@pytest.fixture
+def on_each_engine(engine: Engine) -> Iterator[None]:
+    """Calls are those of the engine under test."""
+    calls.chosen["use_reentrant"] = engine.use_reentrant
+    yield
+    calls.chosen["use_reentrant"] = False
 
 
 @pytest.fixture

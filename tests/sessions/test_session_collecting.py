@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from regrow import checkpoint, clear_recompute_session, recompute_handle, recompute_handle_collector_ctx
+from regrow import clear_recompute_session, recompute_handle, recompute_handle_collector_ctx
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 
 def collected(function, *args, **kwargs):
@@ -63,6 +66,7 @@ def test_a_call_whose_forward_raises_is_taken_out(block, make_block, x):
     assert len(handles) == 2
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_an_inner_forward_that_raises_leaves_the_outer_call(x):
     """Rule 21: only the call that raised is taken out, not the one that caught it."""
 
@@ -94,6 +98,7 @@ def test_calls_where_nothing_needs_a_gradient_are_not_collected(x):
     assert handles == []
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 def test_calls_whose_outputs_need_no_gradient_are_not_collected(x):
     """Rule 2: a call that backward cannot reach leaves no handle, so firing every handle is safe."""
     _alive, handles = collected(lambda y: y.sin().exp().detach(), x)
@@ -107,6 +112,7 @@ def test_calls_inside_function_transforms_are_not_collected(x):
     assert handles == []
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_calls_made_by_a_replay_are_not_collected(block, x):
     """Rule 21: replays are never collected, nested calls inside them included."""
     output, in_forward = collected(lambda y: checkpoint(block, y).sin(), x)
@@ -138,6 +144,7 @@ def test_every_collected_handle_can_be_fired_while_its_graph_lives(x):
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], torch.ones_like(x))
 
 
+@pytest.mark.only("hooks", because="handles of the other engine have phases")
 def test_a_handle_tells_its_function_and_nothing_else(block, x):
     """Rule 21: a handle is opaque; it can be printed."""
     _, handles = collected(block, x)
@@ -145,6 +152,7 @@ def test_a_handle_tells_its_function_and_nothing_else(block, x):
     assert (repr(handles[0]), public) == ("<handle of Block>", [])
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_calls_made_inside_a_scheduled_replay_are_not_collected(block, x):
     """Rule 15, rule 21: they belong to the replay, and die with it."""
     _alive, handles = collected(lambda y: checkpoint(block, y).sin(), x)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from regrow import (
-    checkpoint,
     clear_recompute_session,
     recompute_handle,
     recompute_handle_collector_ctx,
     recompute_session_ctx,
 )
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 
 def fired(block, x, session_id="s"):
@@ -182,6 +184,7 @@ def test_a_call_fired_while_its_context_is_open_elsewhere_joins_it(block, x, sta
     assert block.replays == 1
 
 
+@pytest.mark.only("hooks", because="calls of the other engine do not nest")
 def test_a_replay_does_not_bind_what_it_makes(make_block, x, equal):
     """Rule 8: calls that a plain replay makes inside an open context belong to no session."""
     inner = make_block()

@@ -7,12 +7,14 @@ import torch.utils.checkpoint
 from regrow import (
     CheckpointError,
     FrameBusyError,
-    checkpoint,
     clear_recompute_session,
     recompute_handle,
     recompute_handle_collector_ctx,
     recompute_session_ctx,
 )
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 
 def fired(block, x, session_id):

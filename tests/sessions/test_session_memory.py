@@ -10,7 +10,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from regrow import (
-    checkpoint,
     clear_recompute_session,
     recompute_handle,
     recompute_handle_collector_ctx,
@@ -18,6 +17,9 @@ from regrow import (
 )
 from regrow._core import session as registry
 from regrow._core.frame import frame_of
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

@@ -15,12 +15,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from regrow import (
     FrameBusyError,
-    checkpoint,
     clear_recompute_session,
     recompute_handle,
     recompute_handle_collector_ctx,
     recompute_session_ctx,
 )
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 IDS = st.sampled_from(["a", "b"])
 TARGETS = st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=3, unique=True)
@@ -216,6 +218,7 @@ def failing(call):
     assert raised
 
 
+@pytest.mark.only("hooks", because="a session holds the graph of a reentrant replay as a whole")
 def test_any_sequence_of_verbs_keeps_the_rules(make_block):
     """Rules 1, 6, 8 to 12: gradients are plain, refusals change nothing, replays and bytes are what the rules allow."""
     machine = type("Machine", (Scheduler,), {"make_block": make_block})

@@ -9,7 +9,6 @@ import torch
 
 from regrow import (
     FrameBusyError,
-    checkpoint,
     clear_recompute_session,
     is_recomputing,
     recompute_handle,
@@ -18,6 +17,9 @@ from regrow import (
 )
 from regrow._core import session as registry
 from regrow._core.frame import frame_of
+from tests.sessions.calls import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on_each_engine")
 
 
 def collected(function, *args):
@@ -117,6 +119,7 @@ def test_two_backwards_of_one_frame_at_once_are_both_right(block, x, start, wait
     assert (block.replays, block.held_bytes) == (2, 0)
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 def test_a_backward_inside_a_backward_of_the_same_frame_is_right(block, x, equal):
     """Rule 6: two backwards of one frame overlap on one thread; neither takes the other's values."""
     output = checkpoint(block, x)
@@ -360,6 +363,7 @@ def force(y, weight):
     return gradient * weight
 
 
+@pytest.mark.only("hooks", because="forward of the other engine records no graph")
 @pytest.mark.parametrize("depth", [58, 59, 60, 61])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_gradient_inside_the_function_may_run_on_an_engine_thread(depth, early_stop, at_depth, x, equal):

@@ -35,6 +35,16 @@ def active_wrapper() -> DistributedDataParallel | None:
     return wrapper
 
 
+# Function.apply without a look for torch.func transforms, which are none here. Deleted if that look becomes cheap.
+_base: Any = _private("torch._C", "_FunctionBase", "every reentrant call makes one node")
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """How to apply a custom Function outside torch.func transforms."""
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _base.__dict__["apply"].__get__(None, function)
+    return apply
+
+
 def backward(roots: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
     """Accumulate gradients in the leaves. Roots and gradients must match: nothing is checked here."""
     _run_backward(roots, grads, False, False, (), True, True)  # allow what is unreachable, accumulate

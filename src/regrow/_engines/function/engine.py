@@ -19,7 +19,7 @@ from regrow._core.reach import Reach, reach
 from regrow._core.scope import ReentrantHandle
 from regrow._core.state import State
 from regrow._engines.function import _compat, data_parallel, outputs
-from regrow._engines.function.node import apply
+from regrow._engines.function.node import node_of
 from regrow._engines.function.replay import ReentrantFrame, ReentrantOptions
 
 Entries = list[tuple[list[Handle], Handle]]
@@ -135,11 +135,11 @@ def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, 
         raise InputChangedError(frame.label, *frame.inputs.changes)
     if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():
         frame.fresh = (output.detach(),)  # what most calls return
-        joined, template = apply(frame, frame.trigger, *tensors), None
+        joined, template = node_of(frame, tensors), None
     else:
         found, template = outputs.taken_apart(frame.label, output)
         frame.fresh = outputs.aliases(found, recorded=recorded)
-        joined = apply(frame, frame.trigger, *tensors)
+        joined = node_of(frame, tensors)
     if frame.began_ns:
         telling.forward(frame, frame.began_ns, in_replay=frame.outer is not None)
     return joined[0] if template is None else template.fill(list(joined))[0][0]

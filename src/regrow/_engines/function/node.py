@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from regrow._core import compat
+from regrow._engines.function import _compat
 from regrow._engines.function.passes import arrive
 from regrow._engines.function.replay import ReentrantFrame
 
@@ -33,4 +34,12 @@ class Recomputed(torch.autograd.Function):
         return None, trigger, *found
 
 
-apply: Callable[..., tuple[torch.Tensor, ...]] = Recomputed.apply
+_apply = _compat.apply_of(Recomputed)
+
+
+def node_of(frame: ReentrantFrame, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Give the frame's outputs a node, and get them back with it."""
+    if compat.functorch_active():  # in the replay of a call around this one, inside a vmapped backward: torch refuses
+        joined: tuple[torch.Tensor, ...] = Recomputed.apply(frame, frame.trigger, *tensors)  # type: ignore[no-untyped-call]
+        return joined
+    return _apply(frame, frame.trigger, *tensors)
