@@ -289,6 +289,20 @@ def own_forward() -> None:
     regrow.checkpoint_wrapper(module)
 
 
+class OldFormat(nn.ReLU):
+    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:
+        """As models of before 2023 have it."""
+
+
+def enable_transformers(make: Callable[[], nn.Module] = nn.ReLU, **options: Any) -> Callable[[], Any]:
+    def run() -> None:
+        from regrow.integrations.transformers import enable
+
+        enable(make(), **options)
+
+    return run
+
+
 save = regrow.save_region
 
 
@@ -390,6 +404,10 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),
     "where must be": lambda: regrow.apply_checkpointing(nn.ReLU(), "ReLU"),
     "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),
+    "every_n_layers must be": enable_transformers(every_n_layers=0),
+    "offload must be True or False": enable_transformers(offload="cpu"),
+    "has no layer that Transformers can checkpoint": enable_transformers(),
+    "old format of gradient checkpointing": enable_transformers(OldFormat),
     "schedule must be a schedule": attach_to(lambda: "ZBV"),
     "schedule has no stage that regrow knows": attach_to(torch_stages),
     "looks for the stages": attach_to(with_stages_elsewhere),

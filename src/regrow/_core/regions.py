@@ -11,7 +11,7 @@ A call made by the forward of another call notes its regions in both: either may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
