@@ -289,6 +289,14 @@ def own_forward() -> None:
     regrow.checkpoint_wrapper(module)
 
 
+def schedule_in_a_compiled_function() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with regrow.recompute_handle_collector_ctx():
+            return regrow.checkpoint(torch.sin, x)
+
+    torch.compile(step, backend="eager")(leaf())
+
+
 class OldFormat(nn.ReLU):
     def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:
         """As models of before 2023 have it."""
@@ -367,6 +375,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "contexts nest only with the same id": nest_contexts,
     "Prefire inside a context of the same session": with_handle(prefire_in("other", retain=True)),
     "which lets values go as they are read": with_handle(prefire_in("mine", retain=False)),
+    "inside a function that torch.compile compiles": schedule_in_a_compiled_function,
     "graph of this checkpointed call has died": prefire_the_dead,
     "its forward has not returned": prefire_in_forward,
     "is active on this checkpointed call": with_handle(prefire_twice),

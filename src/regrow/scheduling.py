@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 
-from regrow import arguments
-from regrow._core import collect, session
+from regrow import arguments, errors
+from regrow._core import collect, compat, session
 from regrow._core.frame import Handle, frame_of
 
 
@@ -19,10 +19,14 @@ def recompute_handle_collector_ctx() -> AbstractContextManager[list[Handle]]:
     Returns:
         The context manager.
 
+    Raises:
+        regrow.RegrowError: called inside a function of torch.compile; so do the other verbs but for clear.
+
     Memory: a handle keeps neither its call nor any tensor alive.
 
     Threads: collects calls made in the context (``contextvars``) that opened it.
     """
+    _check_eager("recompute_handle_collector_ctx()")
     return collect.collector()
 
 
@@ -48,6 +52,7 @@ def recompute_handle(handle: Handle, session_id: Hashable) -> None:
 
     Threads: any. The replay runs here, under a lock of the call.
     """
+    _check_eager("recompute_handle()")
     arguments.check_session_id(session_id)
     if not isinstance(handle, Handle):
         raise ValueError(
@@ -86,6 +91,7 @@ def recompute_session_ctx(session_id: Hashable, retain_on_unpack: bool = False) 
 
     Threads: binds what is made in this context (``contextvars``); backward finds its session on any thread.
     """
+    _check_eager("recompute_session_ctx()")
     arguments.check_session_id(session_id)
     arguments.check_flag("retain_on_unpack", retain_on_unpack)
     return session.Opened(session_id, retain=retain_on_unpack)
@@ -106,3 +112,8 @@ def clear_recompute_session(session_id: Hashable) -> None:
     Threads: any.
     """
     session.clear(arguments.check_session_id(session_id))
+
+
+def _check_eager(verb: str) -> None:
+    if compat.tracing() or callable(compat.compile_callback()):  # traced, or run in pieces after a graph break
+        raise errors.RegrowError(errors.scheduled_while_compiling(verb))
