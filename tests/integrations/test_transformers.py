@@ -253,3 +253,9 @@ def test_compiled_it_is_one_graph(same):
     for mine, yours in zip(got, (parameter.grad for parameter in model.parameters()), strict=True):
         torch.testing.assert_close(mine, yours)
     torch._dynamo.reset()
+
+
+def test_the_library_is_imported_when_a_model_is_enabled(fresh_process):
+    """Rule 20: a leaf costs nothing before it is used."""
+    program = "import sys, regrow.integrations.transformers; print('transformers' in sys.modules)"
+    assert fresh_process(program).strip() == "False"
