@@ -297,6 +297,28 @@ def own_forward() -> None:
     regrow.checkpoint_wrapper(module)
 
 
+def schedule_in_a_compiled_function() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with regrow.recompute_handle_collector_ctx():
+            return regrow.checkpoint(torch.sin, x)
+
+    torch.compile(step, backend="eager")(leaf())
+
+
+class OldFormat(nn.ReLU):
+    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:
+        """As models of before 2023 have it."""
+
+
+def enable_transformers(make: Callable[[], nn.Module] = nn.ReLU, **options: Any) -> Callable[[], Any]:
+    def run() -> None:
+        from regrow.integrations.transformers import enable
+
+        enable(make(), **options)
+
+    return run
+
+
 save = regrow.save_region
 
 
@@ -479,6 +501,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "contexts nest only with the same id": nest_contexts,
     "Prefire inside a context of the same session": with_handle(prefire_in("other", retain=True)),
     "which lets values go as they are read": with_handle(prefire_in("mine", retain=False)),
+    "inside a function that torch.compile compiles": schedule_in_a_compiled_function,
     "graph of this checkpointed call has died": prefire_the_dead,
     "its forward has not returned": prefire_in_forward,
     "is active on this checkpointed call": with_handle(prefire_twice),
@@ -516,6 +539,10 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "model must be an nn.Module": lambda: regrow.apply_checkpointing([nn.ReLU()], nn.ReLU),
     "where must be": lambda: regrow.apply_checkpointing(nn.ReLU(), "ReLU"),
     "where selects no module": lambda: regrow.apply_checkpointing(nn.ReLU(), nn.GELU),
+    "every_n_layers must be": enable_transformers(every_n_layers=0),
+    "offload must be True or False": enable_transformers(offload="cpu"),
+    "has no layer that Transformers can checkpoint": enable_transformers(),
+    "old format of gradient checkpointing": enable_transformers(OldFormat),
     "schedule must be a schedule": attach_to(lambda: "ZBV"),
     "schedule has no stage that regrow knows": attach_to(torch_stages),
     "looks for the stages": attach_to(with_stages_elsewhere),

@@ -15,6 +15,12 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}.")
 
 
+def check_count(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r} of type {type(value).__name__}.")
+
+
 def check_callable(name: str, value: object, role: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):

@@ -63,6 +63,15 @@ def busy_frame(label: str, owner: object, wanted: object) -> str:
     )
 
 
+def scheduled_while_compiling(verb: str) -> str:
+    """The sentence for a scheduling verb where calls leave no handles."""
+    return (
+        f"{verb} inside a function that torch.compile compiles: checkpointed calls there are torch's own, which leave "
+        "no handles and belong to no session. Call it in eager code around what is compiled, compile the checkpointed "
+        "modules instead, or mark the function that schedules with torch.compiler.disable."
+    )
+
+
 def changed_input(label: str, names: list[str], details: list[str]) -> str:
     """The sentence for inputs that moved on between forward and replay."""
     listed = "; ".join(f"{name} ({detail})" for name, detail in zip(names, details, strict=True))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from regrow import arguments, errors
-from regrow._core import collect, scope, session
+from regrow._core import collect, compat, scope, session
 from regrow._core.carrier import carry
 from regrow._core.frame import Handle, frame_of
 
@@ -21,10 +21,14 @@ def recompute_handle_collector_ctx() -> AbstractContextManager[list[Handle]]:
     Returns:
         The context manager.
 
+    Raises:
+        regrow.RegrowError: called inside a function of torch.compile; so do the other verbs but for clear.
+
     Memory: a handle keeps neither its call nor any tensor alive.
 
     Threads: collects calls made in the context (``contextvars``) that opened it.
     """
+    _check_eager("recompute_handle_collector_ctx()")
     return collect.collector()
 
 
@@ -57,6 +61,7 @@ def recompute_handle(handle: Handle, session_id: Hashable, carrier: bool = False
 
     Threads: any. The replay runs here, under a lock of the call.
     """
+    _check_eager("recompute_handle()")
     arguments.check_session_id(session_id)
     arguments.check_flag("carrier", carrier)
     if not isinstance(handle, Handle):
@@ -97,6 +102,7 @@ def recompute_session_ctx(session_id: Hashable, retain_on_unpack: bool = False) 
 
     Threads: binds what is made in this context (``contextvars``); backward finds its session on any thread.
     """
+    _check_eager("recompute_session_ctx()")
     arguments.check_session_id(session_id)
     arguments.check_flag("retain_on_unpack", retain_on_unpack)
     return session.Opened(session_id, retain=retain_on_unpack)
@@ -163,3 +169,8 @@ def reentrant_checkpoint_scope(parameters: scope.Source) -> AbstractContextManag
 def _scope(new: scope.Scope) -> Iterator[list[Handle]]:
     with scope.opened(new):
         yield new.handles
+
+
+def _check_eager(verb: str) -> None:
+    if compat.tracing() or callable(compat.compile_callback()):  # traced, or run in pieces after a graph break
+        raise errors.RegrowError(errors.scheduled_while_compiling(verb))

@@ -40,7 +40,7 @@ def checkpoint_wrapper(module_or_fn: Wrapped, **checkpoint_kwargs: Any) -> Wrapp
 
     Threads: as `regrow.checkpoint`.
     """
-    options = _checked(checkpoint_kwargs)
+    options = checked_options(checkpoint_kwargs)
     if not isinstance(module_or_fn, nn.Module):
         arguments.check_callable("module_or_fn", module_or_fn, "a module or a function")
         return cast("Wrapped", _wrapped_function(module_or_fn, options))
@@ -72,7 +72,7 @@ def apply_checkpointing(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {model!r} of type {type(model).__name__}.")
-    options = _checked(checkpoint_kwargs)
+    options = checked_options(checkpoint_kwargs)
     selects = _selector(where)
     selected = [(name, module) for name, module in model.named_modules() if selects(name, module)]
     if not selected:
@@ -188,7 +188,8 @@ def _label(module: nn.Module, name: str) -> str:
     return f"{name} ({forward})" if name else forward
 
 
-def _checked(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
+def checked_options(checkpoint_kwargs: dict[str, Any]) -> Options | ReentrantOptions:
+    """Checked options of a call that were given as keywords; ValueError names one that there is not."""
     arguments.check_names(checkpoint_kwargs, ("use_reentrant", *OPTION_NAMES))
     return check_options(**checkpoint_kwargs)
 

@@ -1,5 +1,7 @@
 """While torch.compile or export traces, a call is torch's own checkpoint: one graph, the same gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -154,33 +156,174 @@ def test_a_decorated_function_is_traced(engine, same):
 @pytest.mark.only("hooks", because="it speaks of saved tensors, which the other engine neither keeps nor compares")
 def test_a_policy_has_its_effect_in_the_compiled_backward(engine):
     """Rule 22: kept products are not in the backward graph, replayed ones are."""
+    kept = products_of_backward(lambda x, w: engine.checkpoint(region, x, w, policy_fn=keep_products))
+    assert kept < products_of_backward(lambda x, w: engine.checkpoint(region, x, w))
+
+
+def products_of_backward(call):
+    """How many matrix products the compiled backward of a call computes."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def products_of_backward(**options):
-        torch._dynamo.reset()
-        seen = []
+    torch._dynamo.reset()
+    seen = []
 
-        def count(graph, inputs):
-            seen.append(sum(node.target is MM for node in graph.graph.nodes))
-            return make_boxed_func(graph.forward)
+    def count(graph, inputs):
+        seen.append(sum(node.target is MM for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
 
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=count,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    torch.compile(call, backend=backend, fullgraph=True)(x, w).sum().backward()
+    return seen[0]
 
-        backend = aot_autograd(
-            fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
-            bw_compiler=count,
-            partition_fn=min_cut_rematerialization_partition,
+
+@pytest.mark.only("hooks", because="the other engine takes no contexts")
+def test_contexts_of_a_policy_have_its_effect_too(engine):
+    """Rule 22: regrow's contexts are torch's there, as configurations pass them."""
+    contexts = partial(regrow.create_selective_checkpoint_contexts, keep_products)
+    kept = products_of_backward(lambda x, w: engine.checkpoint(region, x, w, context_fn=contexts))
+    assert kept < products_of_backward(lambda x, w: engine.checkpoint(region, x, w))
+
+
+class Around(nn.Module):
+    """A compiled module with eager code around it, which counts its runs."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.inner(x.sin()).exp()
+
+
+def layers():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.mark.only("hooks", because="the other engine takes whole backwards")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"preserve_rng_state": False}], ids=str)
+def test_a_compiled_module_inside_a_call_is_replayed_once(engine, same, backend, options):
+    """Rule 22: forward and replay run the compiled code."""
+    x, plain = torch.randn(3, 4, requires_grad=True), layers()
+    want = torch.autograd.grad(plain(x.sin()).exp().sum(), [x, *plain.parameters()])
+    around = Around(torch.compile(plain, backend=backend, fullgraph=True))
+    got = torch.autograd.grad(engine.checkpoint(around, x, **options).sum(), [x, *plain.parameters()])
+    same(got, want)
+    assert around.runs == 2
+
+
+@pytest.mark.only("hooks", because="the other engine takes no policy")
+def test_a_policy_sees_the_operators_of_a_compiled_module(engine, same):
+    """Rule 22: torch compiles nothing under a dispatch mode, so the module runs as written."""
+    x, plain, seen = torch.randn(3, 4, requires_grad=True), layers(), []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append(op)
+        return op is torch.ops.aten.addmm.default
+
+    want = torch.autograd.grad(plain(x.sin()).exp().sum(), [x, *plain.parameters()])
+    around = Around(torch.compile(plain, backend="aot_eager"))
+    got = torch.autograd.grad(engine.checkpoint(around, x, policy_fn=policy).sum(), [x, *plain.parameters()])
+    same(got, want)
+    assert torch.ops.aten.addmm.default in seen
+
+
+@pytest.mark.only("hooks", because="the other engine gives gradients of parameters by accumulation")
+def test_a_compiled_module_in_a_session(engine, same):
+    """Rules 9 and 22: prefire, dx and dw share one replay of the compiled code."""
+    x, plain = torch.randn(3, 4, requires_grad=True), layers()
+    weights = list(plain.parameters())
+    want = torch.autograd.grad(plain(x.sin()).exp().sum(), [x, *weights])
+    around = Around(torch.compile(plain, backend="aot_eager", fullgraph=True))
+    with regrow.recompute_handle_collector_ctx() as handles:
+        loss = engine.checkpoint(around, x).sum()
+    regrow.recompute_handle(handles[0], "mine")
+    with regrow.recompute_session_ctx("mine", retain_on_unpack=True):
+        dx = torch.autograd.grad(loss, x, retain_graph=True)
+    with regrow.recompute_session_ctx("mine"):
+        dw = torch.autograd.grad(loss, weights)
+    regrow.clear_recompute_session("mine")
+    same([*dx, *dw], list(want))
+    assert around.runs == 2
+
+
+@pytest.mark.only("hooks", because="the other engine takes whole backwards")
+def test_a_compiled_region_runs_once(engine, same):
+    """Rules 22 and 28: what is compiled may be what is not replayed."""
+    x, plain = torch.randn(3, 4, requires_grad=True), layers()
+    around = Around(torch.compile(plain, backend="aot_eager", fullgraph=True))
+
+    def function(x):
+        return regrow.save_region(around, x).sin()
+
+    want = torch.autograd.grad(plain(x.sin()).exp().sin().sum(), [x, *plain.parameters()])
+    same(torch.autograd.grad(engine.checkpoint(function, x).sum(), [x, *plain.parameters()]), want)
+    assert around.runs == 1
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("verb", ["collector", "handle", "session"])
+def test_scheduling_inside_a_compiled_function_is_refused(engine, verb, fullgraph):
+    """Rule 22: calls leave no handles there, and that is said rather than found out."""
+    with regrow.recompute_handle_collector_ctx() as handles:
+        out = engine.checkpoint(torch.sin, torch.randn(3, requires_grad=True))  # noqa: F841 - keeps its graph
+
+    def step(x):
+        if verb == "handle":
+            regrow.recompute_handle(handles[0], "mine")
+            return x
+        context = (
+            regrow.recompute_handle_collector_ctx() if verb == "collector" else regrow.recompute_session_ctx("mine")
         )
-        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-        compiled = torch.compile(lambda x, w: engine.checkpoint(region, x, w, **options), backend=backend)
-        compiled(x, w).sum().backward()
-        return seen[0]
+        with context:
+            return engine.checkpoint(torch.sin, x)
 
-    none, one, two = {}, {"policy_fn": policies.keep_matmuls(every=2)}, {"policy_fn": policies.keep_matmuls()}
-    assert products_of_backward(policy_fn=keep_products) < products_of_backward()
-    assert products_of_backward(**two) < products_of_backward(**one) <= products_of_backward(**none)
-    assert products_of_backward(context_fn=two["policy_fn"].context_fn) == products_of_backward(**two)
+    with pytest.raises(RuntimeError, match=r"mark the function that schedules with torch\.compiler\.disable"):
+        torch.compile(step, backend="eager", fullgraph=fullgraph)(torch.randn(3, requires_grad=True))
+
+
+def test_scheduling_in_a_part_that_is_not_compiled(engine):
+    """Rule 22: what the message says to do."""
+    seen = []
+
+    @torch.compiler.disable
+    def scheduled(x):
+        with regrow.recompute_handle_collector_ctx() as handles:
+            out = engine.checkpoint(torch.sin, x)
+        seen.append(len(handles))
+        return out
+
+    torch.compile(lambda x: scheduled(x.cos()).exp(), backend="eager")(torch.randn(3, requires_grad=True))
+    assert seen == [1]
+
+
+@pytest.mark.only("hooks", because="the other engine has no operator log")
+def test_the_operator_log_is_left_out(engine):
+    """Rule 22: torch refuses debug=True while it traces, where there is nothing to compare."""
+    x = torch.randn(3, requires_grad=True)
+    compiled = torch.compile(lambda t: engine.checkpoint(torch.sin, t, debug=True), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], x.cos())
+
+
+@pytest.mark.only("hooks", because="the other engine takes no policy")
+def test_a_policy_value_has_its_effect_in_the_compiled_backward(engine):
+    """Rule 22: the more a policy keeps, the fewer products are left."""
+
+    def products(**options):
+        return products_of_backward(lambda x, w: engine.checkpoint(region, x, w, **options))
+
+    one, two = policies.keep_matmuls(every=2), policies.keep_matmuls()
+    assert products(policy_fn=two) < products(policy_fn=one) <= products()
+    assert products(context_fn=two.context_fn) == products(policy_fn=two)
 
 
 def test_nothing_is_said_while_tracing(engine, caplog):

@@ -102,6 +102,8 @@ _dispatch_mode_count: Callable[[], int] = _private(
 _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C", "_get_dispatch_mode", "it tells whether torch traces")
 _PROXY: Any = _private("torch._C", "_TorchDispatchModeKey.PROXY", "it tells whether torch traces")
 _dynamo_traces = torch.compiler.is_dynamo_compiling  # the rest of what is_compiling tells, a proxy mode tells, too
+# What torch.compile looks at frames with while a function of its own runs. Deleted by a public query.
+compile_callback: Any = _private("torch._C._dynamo.eval_frame", "get_eval_frame_callback", "it tells what is compiled")
 
 _ExcludeKey: Any = _private("torch._C", "_SetExcludeDispatchKeyGuard", "kept values share their version counter")
 _VIEW_KEY: Any = _private("torch._C", "DispatchKey.ADInplaceOrView", "kept values share their version counter")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from regrow._core.selective import create_selective_checkpoint_contexts
 from regrow.policies import Policy
 
 
@@ -15,6 +16,10 @@ def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Call torch's non-reentrant checkpoint with regrow's options in torch's words."""
     context_fn, policy_fn = options.pop("context_fn"), options.pop("policy_fn")
     options.pop("respect_saved_tensors_hooks")  # what a policy keeps is decided by the compiler there
+    options["debug"] = False  # both runs come of one trace, and torch refuses to log them
+    if isinstance(context_fn, partial) and context_fn.func is create_selective_checkpoint_contexts:
+        # Tracers know torch's contexts: those tell the compiler what to keep.
+        context_fn = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, *context_fn.args)
     if isinstance(policy_fn, Policy):
         context_fn = policy_fn.context_fn
     elif policy_fn is not None:

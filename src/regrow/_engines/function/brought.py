@@ -60,6 +60,11 @@ class Places:
 
         return pack, unpack
 
+    def values(self, owner: Owner) -> list[torch.Tensor]:
+        """What the replay of an owner brought back."""
+        places = [place for place in (reference() for reference in self._all) if place is not None]
+        return [place.values[owner][0] for place in places if owner in place.values]
+
     def drop(self, owner: Owner) -> None:
         """Let go of what the replay of an owner brought back."""
         for reference in self._all:

@@ -271,14 +271,16 @@ class ReentrantFrame(SplitFrame):
         return {} if graph is None else graph.held_bytes()
 
     def values(self, owner: Owner) -> list[torch.Tensor]:
-        """What the replay for an owner saved and holds."""
+        """What the replay for an owner saved and holds, and what it brought back for regions."""
         graph = self.graphs.get(owner)
-        return [] if graph is None else graph.values()
+        brought = [] if self.places is None else self.places.values(owner)
+        return brought if graph is None else graph.values() + brought
 
     def holdings(self) -> Iterator[Holding]:
         """Inputs, states of generators, and what replays that are kept have saved."""
         yield from (Holding("input", None, tensor) for tensor in self.inputs.tensors())
-        yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
+        if not self.released:
+            yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
         for owner in list(self.graphs):
             yield from (Holding("replayed", owner, value) for value in self.values(owner))
 
