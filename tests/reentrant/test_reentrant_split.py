@@ -759,3 +759,50 @@ def test_a_session_that_its_own_replay_clears_is_not_filled(counted):
         loss.backward(retain_graph=True)
     assert (frame.graphs, frame.replays, region.runs) == ({}, {}, 2)
     assert_same(x.grad, x.detach().cos())
+
+
+def test_a_handle_knows_what_its_replay_holds_and_lets_go_of_what_only_dx_reads():
+    """Rule 29: bytes of what the replay saved, by storage; nothing before and nothing after."""
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4, requires_grad=True)
+    with recompute_handle_collector_ctx() as handles:
+        out = call(lambda t: layer(t.sin()).exp(), x)
+    frame = handles[0]._frame()
+    assert frame.held("s") == {}
+    recompute_handle(handles[0], "s")
+    owner = frame.bound
+    before = sum(frame.held(owner).values())
+    with recompute_session_ctx("s", retain_on_unpack=True):
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        assert frame.watch(owner)() == frozenset()
+        frame.trim(owner, frozenset())
+        # x, which sin saved, and exp are gone; the product is a joint, and keeps sin(x) and the weight.
+        assert (before, sum(frame.held(owner).values())) == (4 * 64, 2 * 64)
+        (again,) = torch.autograd.grad(out.sum() * 2, x, retain_graph=True)  # one more replay, and right
+    y = x.detach().requires_grad_()
+    layer(y.sin()).exp().sum().backward()
+    assert_same(again, y.grad * 2)
+    clear_recompute_session("s")
+    frame.trim(owner, frozenset())
+    assert frame.held(owner) == {}
+
+
+def test_outputs_without_a_gradient_start_nothing():
+    """Rule 29: a whole backward and both halves through one output of two, the other of which needs no gradient."""
+
+    def function(t):
+        return t.detach() * 2, t.sin()
+
+    for phases in ((), ("dx", "dw")):
+        x = torch.randn(3, requires_grad=True)
+        with reentrant_checkpoint_scope([]) if phases else recompute_handle_collector_ctx() as handles:
+            constant, wave = call(function, x)
+        loss = constant.sum()
+        for phase in phases:
+            handles[0].set_phase(phase)
+            found = torch.autograd.grad(loss, [x, handles[0].backward_trigger], retain_graph=True, allow_unused=True)
+            assert (found[0], found[1].shape) == (None, (0,))
+        if not phases:
+            loss.backward(retain_graph=True)
+            assert x.grad is None
+            wave.sum().backward()
+            assert_same(x.grad, x.detach().cos())
