@@ -54,11 +54,7 @@ def test_a_router_counts_each_token_once(same_grads):
     assert same_grads(program)[1].sum() == 20
 
 
-<<<<<<< HEAD
 @pytest.mark.only("hooks", because="the other engine refuses a graph that is left in an argument")
-=======
-@pytest.mark.only("hooks", because="the other engine refuses a graph left elsewhere than in the output")
->>>>>>> engine-b
 @pytest.mark.case("C3")
 def test_a_cache_given_as_an_argument_is_extended_once(same_grads):
     """Rule 3: the replay gets the containers as forward saw them, and the caller's are left alone."""

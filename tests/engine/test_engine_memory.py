@@ -327,11 +327,7 @@ def test_a_handle_keeps_nothing_alive(engine, track):
     assert (len(handles), track.alive) == (1, 0)
 
 
-<<<<<<< HEAD
 @pytest.mark.only("hooks", because="the other engine refuses a graph that is left elsewhere")
-=======
-@pytest.mark.only("hooks", because="the other engine refuses a graph left elsewhere than in the output")
->>>>>>> engine-b
 def test_the_output_may_be_held_by_what_the_function_captured_after_backward(engine, track):
     """Rule 12: a module that caches its last output is the usual case; backward breaks the circle."""
 

@@ -109,11 +109,7 @@ def torchs(use_reentrant):
     return lambda function, *args: torch_checkpoint(function, *args, use_reentrant=use_reentrant)
 
 
-<<<<<<< HEAD
 @pytest.mark.only("hooks", because="torch warns inside a forward without a graph")
-=======
-@pytest.mark.only("hooks", because="inside the other engine torch's reentrant one warns that nothing needs a gradient")
->>>>>>> engine-b
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_torchs_checkpoint_inside(same_grads, use_reentrant):
     """Rule 15: code that checkpoints its parts with torch may be checkpointed as a whole."""
