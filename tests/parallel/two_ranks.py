@@ -239,7 +239,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-ENGINES = {"hooks": False}
+ENGINES = {"hooks": False, "reentrant": True}
 WHERE, MODES, DDP = ("inside", "around"), ("lazy", "bare", "carrier"), ("plain", "no_sync", "static_graph", "unused")
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     **{

@@ -16,6 +16,7 @@ import torch
 
 from regrow import errors
 from regrow._core import compat, events, leaks, replaying, telling, trees
+from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored, uncached
 from regrow._core.faults import CheckpointError
@@ -143,10 +144,13 @@ class ReentrantFrame(SplitFrame):
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
         self.check_usable()
-        if session not in self.graphs:
+        if session in self.graphs:
+            if events.listeners:
+                telling.fired_again(self, session)
+        elif self.state is not None and self.state.is_sharded():
+            say_sharded(self.label)
+        else:
             self.keep(session, scheduled=True, prefired=True)
-        elif events.listeners:
-            telling.fired_again(self, session)
 
     def recompute(self) -> None:
         """Replay now, for the next backward that no session holds."""
