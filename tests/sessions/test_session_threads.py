@@ -98,6 +98,7 @@ def test_a_context_is_seen_by_its_own_thread_only(block, x, start):
     assert caught.value.owner == "theirs"
 
 
+@pytest.mark.only("hooks", because="two backwards of the other engine share its replay or not, as they come")
 def test_two_backwards_of_one_frame_at_once_are_both_right(block, x, start, wait, equal):
     """Rule 6: each backward call has a replay of its own; the second waits for the first one's to end."""
     output = checkpoint(block, x)
