@@ -28,7 +28,7 @@ bench: $(VENV)/.ready
 test-torch:
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1"; exit 2; }
 	test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
-	$(VENV)-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,test]' torch==$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==$(TORCH)
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest
 
 # torch-remat beside the rest, in an environment of its own.

@@ -14,6 +14,7 @@ counts as one that does, but for parameters, which the region sees as they are, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Graft:
         through it.
     """
 
-    __slots__ = ("_gate", "_gated", "_roots", "_same", "trigger")
+    __slots__ = ("_gate", "_gated", "_lock", "_roots", "_same", "trigger")
 
     def __init__(self, inputs: list[torch.Tensor], is_constant: Callable[[torch.Tensor], bool]) -> None:
         """Open the gate.
@@ -54,6 +55,7 @@ class Graft:
             and not is_constant(tensor)
         ]
         self._gate: Node | None = None
+        self._lock = RLock()
         self._roots: list[GradientEdge | None] = []
         self.trigger: torch.Tensor | None = None
 
@@ -93,10 +95,11 @@ class Graft:
         edges, given = [edge for edge, _ in known], [grad for _, grad in known]
         if self.trigger is None:
             return self._captured(edges, given, wanted)
-        torch.autograd.backward(edges, given, retain_graph=True)
-        found: Grads = () if self._gate is None else self._gate.found  # type: ignore[attr-defined]
-        if self._gate is not None:
-            self._gate.found = ()  # type: ignore[attr-defined]
+        with self._lock:  # the gate notes what arrives, for one backward at a time
+            torch.autograd.backward(edges, given, retain_graph=True)
+            found: Grads = () if self._gate is None else self._gate.found  # type: ignore[attr-defined]
+            if self._gate is not None:
+                self._gate.found = ()  # type: ignore[attr-defined]
         return found or (None,) * len(self._gated)
 
     def again(self, grads: Grads, wanted: list[bool]) -> Grads:
