@@ -1,6 +1,7 @@
 """SAVE regions in calls of the reentrant engine: the region keeps a graph of its own, and replays are bridged to it."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -236,3 +237,25 @@ def test_only_a_region_has_parameters(same):
     layer.zero_grad()
     (layer(x.sin()) * 1).cos().sum().backward()
     same(got, grads(layer))
+
+
+def test_two_backwards_at_once():
+    """Rule 28: what arrives at the gate is each backward's own."""
+    layer, rounds = nn.Linear(8, 8), 20
+    x, _ = inputs()
+    out = checkpoint(lambda t: save_region(layer, t.sin()).tanh(), x)
+    grads_in = [torch.full_like(out, factor) for factor in (1.0, 100.0)]
+    (one,) = torch.autograd.grad(layer(x.sin()).tanh(), x, grads_in[0])
+    start = threading.Barrier(2)
+
+    def work(grad):
+        start.wait()
+        for _ in range(rounds):
+            out.backward(grad, retain_graph=True)
+
+    threads = [threading.Thread(target=work, args=(grad,)) for grad in grads_in]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    torch.testing.assert_close(x.grad, one * 101 * rounds, rtol=1e-4, atol=1e-4)

@@ -43,7 +43,10 @@ def arrive(frame: ReentrantFrame, node: torch.autograd.graph.Node, grads: Grads)
         telling.asked(frame, OWN if owner is None else owner)
     try:
         if owner is None:
-            return frame.trigger.detach() if frame.split else None, _alone(frame, node, grads)
+            if frame.regions is None:
+                return frame.trigger.detach() if frame.split else None, _alone(frame, node, grads)
+            with frame.lock:  # regions have one place for what a replay of its own brings back
+                return frame.trigger.detach() if frame.split else None, _alone(frame, node, grads)
         return frame.trigger.detach(), _for_owner(frame, node, grads, owner)
     except _RefusedError as refusal:
         raise refusal.error from None
