@@ -33,7 +33,7 @@ def in_a_fresh_process(program: str) -> str:
 
 
 def test_the_rules_are_numbered_without_gaps() -> None:
-    """Rule 40 came last: a new rule takes the next number and its place by theme, and no number changes its meaning."""
+    """Rule 41 came last: a new rule takes the next number and its place by theme, and no number changes its meaning."""
     assert list(range(1, len(RULES) + 1)) == sorted(RULES)
 
 

@@ -43,6 +43,10 @@ def recompute_handle(handle: Handle, session_id: Hashable, carrier: bool = False
     again, and wants ``carrier=True``; one that is checkpointed inside the sharded module finds only shards until its
     backward begins: that is logged, and the call is replayed when backward asks.
 
+    On an accelerator the replay is queued on the stream that is current here. If that is not forward's, it runs beside
+    what forward's stream is given from now on: it begins when what that stream holds by now is done, and the first read
+    of the session waits for it. A call of the reentrant engine is replayed on forward's stream in any case.
+
     Args:
         handle: from `recompute_handle_collector_ctx`.
         session_id: any hashable name; `recompute_session_ctx` and `clear_recompute_session` take the same.

@@ -42,6 +42,14 @@ def spare_type() -> str | None:
     return _spare[kind]
 
 
+def current_of(kind: str) -> list[torch.device]:
+    """The current device of a type; none if the type sleeps, or does not say."""
+    module = module_of(kind)
+    if module is None or not hasattr(module, "current_device") or not is_awake(module):
+        return []
+    return [torch.device(kind, module.current_device())]
+
+
 def is_asleep(kind: str) -> bool:
     """Whether a type of device has not been initialised yet."""
     module = module_of(kind)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import ambient, compat, devices, flags_compat
+from regrow._core import ambient, compat, devices, flags_compat, streams
 
 _cpu_generator = torch.default_generator
 _CPU = torch.device("cpu")
@@ -37,6 +37,8 @@ class Environment:
     device_autocast: tuple[Autocast, ...] = ()
     function_modes: tuple[Any, ...] = ()
     registered: tuple[Any, ...] = ()
+    # Where forward queued its work: on every device in play that has streams.
+    streams: streams.Streams = ()
     # A device that sleeps now must not wake up inside forward: its generator could not be captured.
     sleeping: str | None = None
 
@@ -51,8 +53,12 @@ class Environment:
             if spare is not None and devices.is_asleep(spare):
                 self.sleeping = spare
         if found or spare is not None:
-            kinds = [device.type for device in found] + ([] if spare is None else [spare])
+            kinds = [device.type for device in found]
+            if spare is not None and spare not in kinds:
+                kinds.append(spare)
+                found += devices.current_of(spare)
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
+            self.streams = streams.current(dict.fromkeys(found))
         self.surroundings = flags_compat.surroundings()
         if ambient.registrations:
             self.registered = ambient.captured()
@@ -102,9 +108,12 @@ class Restored:
     _stack: ExitStack | None = None
     _cpu_rng: torch.Tensor | None = None
     _device_rng: DeviceStates = ()
+    _moved: ExitStack | None = None
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, *, aside: bool = False) -> None:
+        """Prepare it; ``aside`` leaves work to the streams of this thread, rather than to forward's."""
         self._environment = environment
+        self._aside = aside
 
     @property
     def entered(self) -> bool:
@@ -116,8 +125,13 @@ class Restored:
         self._was_grad = torch.is_grad_enabled()
         self._found = flags_compat.surroundings()
         try:
+            if not self._aside and streams.elsewhere(environment.streams):
+                self._moved = streams.entered(environment.streams)
             if environment.differs_from(self._found):
                 self._stack = _entered(environment)
+            elif self._aside:  # what is cast beside the caller's work must not be found in it before it is there
+                self._stack = ExitStack()
+                self._stack.enter_context(uncached())
             compat.set_grad_enabled(True)
             if environment.cpu_rng is not None:
                 self._cpu_rng = _cpu_generator.get_state()
@@ -141,8 +155,12 @@ class Restored:
             flags_compat.surroundings() != self._found
         ):  # set for the replay, or left by a function that stopped too early
             ambient.set_flags(self._found)
-        if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
-            _set_device_states(self._device_rng)
+        try:
+            if self._device_rng:  # late: a device that is gone must not keep the rest from coming back
+                _set_device_states(self._device_rng)
+        finally:
+            if self._moved is not None:
+                self._moved.close()
 
 
 def _entered(environment: Environment) -> ExitStack:

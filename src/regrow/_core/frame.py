@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from regrow._core.regions import Entry
     from regrow._core.session import Session, Unread
     from regrow._core.state import State
+    from regrow._core.streams import Aside
 
 # Whose replay it is: a session, the id of a graph task, or an object of its own for a read outside backward.
 Owner = Any
@@ -50,8 +51,8 @@ class Frame(ABC):
     Attributes:
         label: the function, with its module path where known.
         bound: the session the call belongs to, from prefire or creation until clear.
-        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7). While somebody
-            listens, what stands for it until it is read for the first time.
+        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7). Where the first
+            read is to be noticed, what stands for it until then.
         consume: whether a read lets the value go. Read without a lock (Rule 7).
         complete: whether forward has returned.
         replays: what was replayed, by owner.
@@ -66,6 +67,7 @@ class Frame(ABC):
         foreign_contexts: whether torch's own selective contexts are around the function.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
         silent: whether forward leaves no graph.
+        aside: a replay on other streams than forward's that nobody has read yet, or None.
         learns: whether what dw reads must be learned by `watch`; else `trim` knows by itself.
     """
 
@@ -82,6 +84,7 @@ class Frame(ABC):
     foreign_contexts: bool = False
     state: State | None = None
     silent: bool = False
+    aside: Aside | None = None
     learns: bool = True
 
     def __init__(self, label: str) -> None:
@@ -105,6 +108,14 @@ class Frame(ABC):
             if frame.inner is not None:
                 found += [inner for inner in (place() for place in frame.inner) if inner is not None]
         return found
+
+    def join(self) -> None:
+        """Somebody reads here: what was replayed aside is waited for."""
+        with self.lock:
+            aside = self.aside
+            if aside is not None and aside.is_queued:
+                self.aside = None
+                aside.join(self.values(aside.owner))
 
     @abstractmethod
     def hooks(self) -> compat.Hooks:

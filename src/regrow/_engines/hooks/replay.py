@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import compat, events, replaying, telling
+from regrow._core import compat, events, replaying, streams, telling
 from regrow._core.carrier import say_sharded
 from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
@@ -24,7 +24,7 @@ from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
 from regrow._core.regions import Walk, check_after_forward
-from regrow._core.session import Session
+from regrow._core.session import Session, fired_aside
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.mismatch import Evidence
@@ -110,10 +110,16 @@ class HooksFrame(Frame):
             return
         if self.state is not None and self.state.is_sharded():
             say_sharded(self.label)
-        else:
-            replay = self.run(session, scheduled=True, prefired=True)
-            if replay.state is State.RELEASED:  # the function cleared the session
-                slots.drop(self.saved, session)
+            return
+        if streams.elsewhere(self.environment.streams):
+            self.aside = streams.Aside(session, self.environment.streams, self.inputs.tensors())
+            fired_aside(self)
+        replay = self.run(session, scheduled=True, prefired=True)
+        if self.aside is not None:
+            self.aside.queued()
+            fired_aside(self)  # also if it has read itself meanwhile
+        if replay.state is State.RELEASED:  # the function cleared the session
+            slots.drop(self.saved, session)
 
     def run(self, owner: Owner, *, scheduled: bool, prefired: bool = False) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
@@ -147,6 +153,8 @@ class HooksFrame(Frame):
     def release(self, owner: Owner, reason: Reason) -> None:
         """Drop what the replay for an owner holds."""
         replay = self.replays.pop(owner, None)
+        if self.aside is not None and self.aside.owner is owner:
+            self.aside = None
         if replay is not None:
             if replay.record is not None:
                 telling.released(self, replay, reason)
@@ -202,7 +210,8 @@ class HooksFrame(Frame):
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         try:
-            with Restored(self.environment):
+            aside = self.aside is not None and self.aside.owner is replay.owner
+            with Restored(self.environment, aside=aside):
                 if self.state is None:
                     self._call(function, args, kwargs, refill, log, replay, None)
                 else:

@@ -69,6 +69,8 @@ def _regrow_eagerly(frame: HooksFrame, slot: Slot) -> torch.Tensor:
 
 def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool) -> torch.Tensor:
     with frame.lock:
+        if frame.aside is not None:
+            frame.join()
         before = frame.replays.get(owner)
         if before is None:
             replay = frame.run(owner, scheduled=scheduled)
