@@ -1,4 +1,4 @@
-"""Streams of a device: a replay goes where forward was, or runs beside it and is waited for. A fake device proves it."""
+"""Streams of a device: a replay goes where forward was, or beside it and is waited for. A fake device proves it."""
 
 import json
 from pathlib import Path
