@@ -697,3 +697,41 @@ def _is_of_kept(value):
     from regrow._core.kept import KeptTensor
 
     return any(type(item) is list and item and isinstance(item[0], KeptTensor) for item in value.values())
+
+
+@pytest.mark.parametrize("respects", [True, False])
+def test_torchs_own_contexts_are_told_whether_to_respect_hooks(engine, same, respects):
+    """Rule 16: they ask from torch 2.14 on; before, what they keep never passes through hooks around the call."""
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    def region(a, b):
+        return (a @ b).sin().exp()
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    want = torch.autograd.grad(region(x, w).sum(), [x, w])
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [MM])
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = engine.checkpoint(region, x, w, context_fn=contexts, respect_saved_tensors_hooks=respects)
+    assert packed == [(3, 4), (4, 5)] + (
+        [(3, 5)] if respects and hasattr(torch_checkpoint, "_current_user_saved_tensors_hooks") else []
+    )
+    same(torch.autograd.grad(out.sum(), [x, w]), want)
+
+
+def test_torchs_own_contexts_inside_a_call_do_not_take_its_hooks_for_a_users(engine, same, recwarn):
+    """Rule 16: the checkpoint inside is torch's; it would warn, and pack what it keeps a second time."""
+
+    def region(a, b):
+        contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [MM])
+        inner = torch.utils.checkpoint.checkpoint
+        return inner(lambda a, b: (a @ b).sin().exp(), a, b, use_reentrant=False, context_fn=contexts).sin()
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    want = torch.autograd.grad((x @ w).sin().exp().sin().sum(), [x, w])
+    engine.checkpoint(region, x, w).sum().backward()
+    same((x.grad, w.grad), want)
+    assert not recwarn.list

@@ -127,6 +127,13 @@ TorchSelectiveMode: Any = _private(
     "torch.utils.checkpoint", "_CachingTorchDispatchMode", "SAVE regions do not mix with torch's selective contexts"
 )
 
+# Torch 2.14's selective contexts search the hooks in force for those of a user, and take for such what is not marked as
+# a checkpoint's own. None before 2.14, where they search for none. Deleted by a public mark.
+_searched: Callable[[], Hooks | None] | None = getattr(
+    torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None
+)
+hooks_are_searched = _searched is not None
+
 # Which symbolic length belongs to the offsets of a jagged tensor. Deleted by a public way to share the length.
 _ragged_sizes: Any = _private(
     "torch.nested._internal.nested_tensor", "_tensor_symint_registry", "regrown jagged tensors take forward's length"
@@ -182,6 +189,18 @@ def user_hooks_below() -> Hooks | None:
         return user_hooks()
     finally:
         push_hooks(*top)
+
+
+def mark_hooks(pack: Any, *, forward: bool) -> None:
+    """Mark a hook of ours, before it is pushed. In a forward the search goes on to the hooks around it."""
+    own = getattr(pack, "__func__", pack)  # a method takes no attributes
+    own._user_hooks = _searched() if forward and _searched is not None else None
+    own._checkpoint_internal = True
+
+
+def unmark_hooks(pack: Any) -> None:
+    """After a forward: a graph may hold the hook, and must not hold the user's by it."""
+    pack._user_hooks = None
 
 
 def save_tensor(tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -326,7 +326,10 @@ class _Recording:
 
     def _call(self) -> Any:
         graft = self._region.graft
-        compat.push_hooks(*self._saving())
+        pack, unpack = self._saving()
+        if compat.hooks_are_searched:
+            compat.mark_hooks(pack, forward=True)
+        compat.push_hooks(pack, unpack)
         try:
             if graft is None:
                 return self._function(*self._args, **self._kwargs)
@@ -335,6 +338,8 @@ class _Recording:
                 return self._function(*args, **kwargs)
         finally:
             compat.pop_hooks()
+            if compat.hooks_are_searched:
+                compat.unmark_hooks(pack)
 
     def _saving(self) -> compat.Hooks:
         """Hooks that save a part of an input as a slot of the call, and keep everything else."""

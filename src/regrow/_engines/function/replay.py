@@ -370,6 +370,8 @@ def _as_they_are(outputs: list[torch.Tensor], leaves: Leaves) -> tuple[list[torc
 @contextmanager
 def _saving(pack: Callable[[torch.Tensor], Any], slots: Slots) -> Iterator[None]:
     """What is saved inside goes into slots."""
+    if compat.hooks_are_searched:
+        compat.mark_hooks(pack, forward=False)
     compat.push_hooks(pack, slots.unpack)
     try:
         yield

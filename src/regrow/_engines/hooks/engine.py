@@ -100,7 +100,10 @@ def _frame(
 def _forward(
     frame: HooksFrame, contexts: tuple[AbstractContextManager[Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    compat.push_hooks(make_pack(frame), make_unpack(frame))
+    pack = make_pack(frame)
+    if compat.hooks_are_searched:
+        compat.mark_hooks(pack, forward=True)
+    compat.push_hooks(pack, make_unpack(frame))
     try:
         if not contexts:
             return frame.function(*args, **kwargs)
@@ -110,6 +113,8 @@ def _forward(
             return frame.function(*args, **kwargs)
     finally:
         compat.pop_hooks()
+        if compat.hooks_are_searched:
+            compat.unmark_hooks(pack)
     raise CheckpointError(errors.suppressed_exception(frame.label), label=frame.label)
 
 
@@ -120,6 +125,7 @@ def _contexts(frame: HooksFrame, options: Options) -> tuple[AbstractContextManag
         pairs.append(arguments.check_pair(options.context_fn(), options.context_fn))
         if isinstance(pairs[0][0], compat.TorchSelectiveMode):
             frame.foreign_contexts = True
+            pairs[0][0].respect_saved_tensors_hooks = options.respect_saved_tensors_hooks  # read from torch 2.14 on
     if options.policy_fn is not None:
         pairs.append(create_selective_checkpoint_contexts(options.policy_fn))
     if options.respect_saved_tensors_hooks is False:

@@ -238,7 +238,10 @@ class HooksFrame(Frame):
         if self.regions is not None:
             replay.walk = Walk(self, refill)
             refill.watch = watch
-        compat.push_hooks(pack if watch is None else watch.pack_hook(pack), _as_packed)
+        pack = pack if watch is None else watch.pack_hook(pack)
+        if compat.hooks_are_searched:
+            compat.mark_hooks(pack, forward=False)
+        compat.push_hooks(pack, _as_packed)
         try:
             if contexts:
                 with ExitStack() as stack:
