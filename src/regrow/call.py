@@ -99,8 +99,8 @@ def checkpoint(  # noqa: PLR0913 - torch's signature
             to the next torch call. torch's global ``set_checkpoint_early_stop`` does not change it, nor does
             ``set_checkpoint_debug_enabled`` change ``debug``.
         respect_saved_tensors_hooks: whether results kept by a policy pass through saved-tensor hooks that surround the
-            call, such as ``save_on_cpu``. None means True. Torch's own selective contexts are told, and have a choice from
-            torch 2.14 on, where None warns.
+            call, such as ``save_on_cpu``. None means True. Torch's own selective contexts are told; they have a choice
+            from torch 2.14 on, where None warns.
         **kwargs: keyword arguments of the function.
 
     Returns:
