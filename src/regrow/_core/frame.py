@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from regrow._core import compat
+    from regrow._core.closures import Closure
     from regrow._core.environment import Environment
+    from regrow._core.inputs import Inputs
     from regrow._core.regions import Entry
     from regrow._core.session import Session, Unread
     from regrow._core.state import State
@@ -62,15 +64,21 @@ class Frame(ABC):
         around: while forward runs, the call whose forward made this one.
         regions: the SAVE regions that forward reached, in order; None if it reached none.
         outer: the replay that made this call; None for a call of forward.
+        function: what is called.
+        inputs: what it is called with.
         environment: what surrounded forward.
         respects_hooks: whether what is kept for replays passes through the user's saved-tensor hooks.
         foreign_contexts: whether torch's own selective contexts are around the function.
         state: what the function reaches and forward may have changed; None if it reaches nothing.
         silent: whether forward leaves no graph.
+        cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
+        closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
         aside: a replay on other streams than forward's that nobody has read yet, or None.
         learns: whether what dw reads must be learned by `watch`; else `trim` knows by itself.
     """
 
+    function: Callable[..., Any]
+    inputs: Inputs
     environment: Environment
 
     # On the class, and set only where it differs: a call pays for each field of its own.
@@ -84,6 +92,8 @@ class Frame(ABC):
     foreign_contexts: bool = False
     state: State | None = None
     silent: bool = False
+    cells: list[Any] | None = None
+    closure: Closure | None = None
     aside: Aside | None = None
     learns: bool = True
 

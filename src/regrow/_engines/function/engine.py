@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import collect, compat, events, leaks, replaying, scope, session, telling, trees
+from regrow._core import collect, compat, events, leaks, replaying, returned, scope, session, telling, trees
 from regrow._core.closures import cells_of
 from regrow._core.environment import Environment, uncached
 from regrow._core.faults import InputChangedError
@@ -130,7 +130,7 @@ def _silently(frame: ReentrantFrame, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _joined(frame: ReentrantFrame, tensors: list[torch.Tensor], output: Any, *, recorded: bool) -> Any:
     """The output of forward as the output of one node."""
-    frame.after_forward()
+    returned.note(frame)
     if frame.inputs.changed_with_grad:
         raise InputChangedError(frame.label, *frame.inputs.changes)
     if type(output) is torch.Tensor and not output.requires_grad and not output._is_view():

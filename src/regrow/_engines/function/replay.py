@@ -17,13 +17,13 @@ import torch
 from regrow import errors
 from regrow._core import compat, events, leaks, replaying, telling, trees
 from regrow._core.carrier import say_sharded
-from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored, uncached
 from regrow._core.faults import CheckpointError
 from regrow._core.frame import Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.lifecycle import Reason, Replay, State
-from regrow._core.regions import Walk, check_after_forward
+from regrow._core.regions import Walk
+from regrow._core.returned import function_then
 from regrow._core.scope import SplitFrame
 from regrow._core.session import Session
 from regrow._core.watch import Watch
@@ -72,7 +72,6 @@ class ReentrantFrame(SplitFrame):
         fresh: the outputs of forward on their way to autograd; None before and after.
         compares: whether the outputs of replays are compared with forward's.
         began_ns: when forward began, if somebody listened.
-        cells, closure: as those of the hooks engine.
 
     Memory: holds the inputs from the call until it is let go or its graph dies.
     """
@@ -86,8 +85,6 @@ class ReentrantFrame(SplitFrame):
     places: Places | None = None
     fresh: tuple[torch.Tensor, ...] | None = None
     began_ns = 0
-    cells: list[Any] | None = None
-    closure: Closure | None = None
     _constants: frozenset[int] | None = None
 
     def __init__(
@@ -127,19 +124,6 @@ class ReentrantFrame(SplitFrame):
             return not self.inputs.holds(tensor)
         key = compat.storage_key(tensor)
         return key in self._constants and key not in self.inputs.storages(requires_grad=True)
-
-    def after_forward(self) -> None:
-        """Forward has returned: note what it changed."""
-        self.around = None
-        if self.regions is not None:
-            check_after_forward(self)
-        self.inputs.check_after_forward()
-        if self.state is not None:
-            self.state.after_forward()
-        if self.cells is not None and not (self.state is None and still_plain(self.function, self.cells)):
-            self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
-            self.cells = None
-        self.complete = True
 
     def prefire(self, session: Session) -> None:
         """Replay now for a session, under this frame's lock; nothing happens if that was done."""
@@ -221,7 +205,7 @@ class ReentrantFrame(SplitFrame):
                 leaves, args, kwargs = self.inputs.as_leaves(self.label)
             finally:
                 here.reading = reading
-            function = self._as_then()
+            function = function_then(self)
             around, reentrant = here.replay, here.reentrant
             here.replay, here.reentrant, here.reading = replay, True, None
             if compat.functorch_active():
@@ -304,13 +288,6 @@ class ReentrantFrame(SplitFrame):
             raise RuntimeError(errors.let_go_frame(self.label))
         if not self.complete:
             raise RuntimeError(errors.unfinished_forward(self.label))
-
-    def _as_then(self) -> Callable[..., Any]:
-        """The function, as it was in forward."""
-        if self.closure is not None:
-            then: Callable[..., Any] = self.closure.as_then()
-            return then
-        return self.function if self.cells is None else as_then(self.function, self.cells)
 
     def _call(
         self,

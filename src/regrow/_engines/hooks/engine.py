@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from regrow import arguments, errors
-from regrow._core import collect, compat, events, replaying, session, telling, trees
+from regrow._core import collect, compat, events, replaying, returned, session, telling, trees
 from regrow._core.closures import cells_of
 from regrow._core.environment import Environment
 from regrow._core.faults import CheckpointError
@@ -58,7 +58,7 @@ def run(
         output = _forward(frame, contexts, args, kwargs)
         if environment.sleeping is not None:
             environment.check_devices(label)
-        frame.after_forward()
+        returned.note(frame)
     except BaseException:
         _discard(frame, entry)
         raise

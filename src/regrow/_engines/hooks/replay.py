@@ -17,13 +17,13 @@ import torch
 from regrow import errors
 from regrow._core import compat, events, replaying, streams, telling
 from regrow._core.carrier import say_sharded
-from regrow._core.closures import Closure, as_then, closure_of, still_plain
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Holding, Owner
 from regrow._core.inputs import Inputs
 from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
-from regrow._core.regions import Walk, check_after_forward
+from regrow._core.regions import Walk
+from regrow._core.returned import function_then
 from regrow._core.session import Session, fired_aside
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
@@ -56,8 +56,6 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         evidence: what explains a mismatch, with ``debug`` and where values are compared.
-        cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
-        closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
@@ -65,8 +63,6 @@ class HooksFrame(Frame):
     contexts: tuple[AbstractContextManager[Any], ...] = ()
     kept: tuple[Kept, ...] = ()
     evidence: Evidence | None = None
-    cells: list[Any] | None = None
-    closure: Closure | None = None
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -78,19 +74,6 @@ class HooksFrame(Frame):
         self.early_stop = options.early_stop
         self.saved: list[Saved] = []
         self.compares = options.determinism_check != "none"
-
-    def after_forward(self) -> None:
-        """Forward has returned: note what it changed."""
-        self.around = None
-        if self.regions is not None:
-            check_after_forward(self)
-        self.inputs.check_after_forward()
-        if self.state is not None:
-            self.state.after_forward()
-        if self.cells is not None and not (self.state is None and still_plain(self.function, self.cells)):
-            self.closure = closure_of(self.function, self.cells, () if self.state is None else self.state.own)
-            self.cells = None
-        self.complete = True
 
     def position(self) -> int:
         """How many tensors forward has saved so far."""
@@ -200,11 +183,7 @@ class HooksFrame(Frame):
             args, kwargs = self.inputs.bring_back(self.label)
         finally:
             here.reading = reading
-        function = self.function
-        if self.closure is not None:
-            function = self.closure.as_then()
-        elif self.cells is not None and self.complete:
-            function = as_then(function, self.cells)
+        function = function_then(self)
         around, here.replay = here.replay, replay
         here.reading = None
         if compat.functorch_active():
