@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 limit = pytest.mark.xfail(
     strict=True, raises=(AssertionError, RuntimeError, pytest.fail.Exception), reason="as in torch"
@@ -27,27 +26,6 @@ def test_a_hook_that_the_function_puts_on_its_input_fires_once(same_grads):
 
         call(function, x * 1).sum().backward()
         return x.grad
-
-    same_grads(program)
-
-
-@limit
-def test_parameters_replaced_for_the_time_of_forward_are_replaced_in_the_replay(same_grads):
-    """Rule 3: ``functional_call`` has put the module's own parameters back when the replay reads them."""
-
-    class Model(nn.Module):
-        def __init__(self, call):
-            super().__init__()
-            self.lin = nn.Linear(2, 2, bias=False)
-            self.call = call
-
-        def forward(self, x):
-            return self.call(lambda t: self.lin(t).tanh(), x)
-
-    def program(call):
-        weight, x = torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
-        torch.func.functional_call(Model(call), {"lin.weight": weight}, (x,)).sum().backward()
-        return x.grad, weight.grad
 
     same_grads(program)
 
