@@ -92,7 +92,7 @@ class Twice(torch.Tensor):
         return out * 2 if func is torch.Tensor.sin else out
 
 
-@feature(KINDS, "a subclass with `__torch_function__`")
+@feature(KINDS, "a subclass with `__torch_function__`, backward from a plain tensor")
 def with_torch_function(call: Call) -> Any:
     x = leaf()
     out = call(lambda t: t.sin().exp(), (x * 1).as_subclass(Twice))

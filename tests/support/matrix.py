@@ -166,7 +166,7 @@ def refusal(error: Exception) -> Cell:
     raised = trace is not None and linecache.getline(str(path), trace.tb_lineno).strip().startswith("raise")
     if HOME in path.parents and raised:
         return refused(f"{type(error).__name__}: {error}")
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) and not isinstance(error.__cause__ or error.__context__, Warning):
         return refused(f"{type(error).__name__}: {error}", by="torch")
     raise error
 

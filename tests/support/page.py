@@ -28,13 +28,16 @@ Found = dict[str, Any]
 HEAD = """\
 # What works
 
-Each cell is what a test found: a program ran once without a checkpoint and once through the engine. `works` means the
-same values, gradients and random numbers, bit for bit (across ranks, up to the order of adding up), and as many
-replays as the column says, where they can be counted: runs of the functions beyond those without a checkpoint, first
-with `use_reentrant=False`, and after a slash with True if that differs. `refused` means that an error was
-raised; the note has its class and its first sentence, and is regrow's own unless it says that it is torch's.
-`n.a.` means that the feature has no meaning there, and the note says why. A wrong gradient, or another number of
-replays, is no cell: it fails the tests.
+Each cell is what a test found: a program ran once without a checkpoint and once through the engine.
+
+- `works`: the same values and gradients, bit for bit (across ranks, up to the order of adding up), and as many replays
+  as the last column says, where they can be counted. Replays are runs of the functions beyond those without a
+  checkpoint; after a slash stand those with `use_reentrant=True`, if they differ.
+- `refused`: an error was raised. Its class and its first sentence are in the note; it is regrow's own unless the note
+  says that it is torch's.
+- `n.a.`: the feature has no meaning there, and the note says why.
+
+A wrong gradient, or another number of replays, is no cell: it fails the tests.
 
 The files in [support](support) are what the tests wrote, one for each version of torch; where versions differ, the cell
 says so. `make support` runs the tests and writes this page ([how](../CONTRIBUTING.md#tests)).
@@ -63,8 +66,11 @@ class Support:
         ordered = {row: features[row] for row in rows if row in features}
         version, python = torch.__version__.partition("+")[0], platform.python_version()
         DATA.mkdir(exist_ok=True)
-        text = json.dumps({"torch": version, "python": python, "features": ordered}, indent=1)
-        (DATA / f"torch-{VERSION}.json").write_text(text + "\n", encoding="utf-8")
+        lines = ",\n".join(
+            f"{json.dumps(row)}: {json.dumps(cells)}" for row, cells in ordered.items()
+        )  # to be compared
+        text = f'{{"torch": "{version}", "python": "{python}", "features": {{\n{lines}\n}}}}\n'
+        (DATA / f"torch-{VERSION}.json").write_text(text, encoding="utf-8")
         PAGE.write_text(rendered(rows, read()), encoding="utf-8")
 
 
@@ -81,8 +87,8 @@ def read() -> dict[str, Found]:
 
 def rendered(rows: Rows, versions: Mapping[str, Found]) -> str:
     """The page."""
-    ran = " and ".join(f"torch {found['torch']} with Python {found['python']}" for found in versions.values())
-    parts = [HEAD, f"Run on {ran}, on CPU and gloo. Nothing here was run on a GPU.\n"]
+    ran = " and ".join(f"torch {found['torch']} (Python {found['python']})" for found in versions.values())
+    parts = [HEAD, f"Run on {ran}, on CPU, and on gloo between ranks.\nNothing here was run on a GPU.\n"]
     notes: dict[str, int] = {}
     for group in dict.fromkeys(rows.values()):
         parts.append(f"## {group}\n")
