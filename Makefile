@@ -4,7 +4,7 @@ VENV ?= .venv
 MINDSPORE_VENV ?= $(VENV)-mindspore
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-mindspore bench bench-peers format clean
+.PHONY: demo test test-torch test-mindspore support bench bench-peers format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/regrow demo
@@ -30,6 +30,11 @@ test-torch:
 	test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
 	$(VENV)-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==$(TORCH)
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest
+
+# Writes docs/support.md and the file of this torch's version. For another version:
+# REGROW_WRITE_SUPPORT=1 make test-torch TORCH=2.14.1
+support: $(VENV)/.ready
+	REGROW_WRITE_SUPPORT=1 $(BIN)/python -m pytest -m support
 
 # torch-remat beside the rest, in an environment of its own.
 bench-peers:

@@ -45,9 +45,11 @@ ENGINES = [Engine("hooks", use_reentrant=False), Engine("reentrant", use_reentra
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what only one engine does run on that one; the mark says why."""
+    """Tests of what only one engine does run on that one; the mark says why. Those that fill the matrix are marked."""
     others = []
     for item in items:
+        if "support" in getattr(item, "fixturenames", ()):
+            item.add_marker("support")
         mark, spec = item.get_closest_marker("only"), getattr(item, "callspec", None)
         here = spec.params.get("engine") if spec is not None else None
         if mark is not None and here is not None and here.name not in mark.args:
@@ -262,3 +264,15 @@ def one_rank() -> Iterator[Any]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def support() -> Iterator[Any]:
+    """Report a cell of the support matrix, after the asserts that prove it: ``support(row, engine, cell)``."""
+    from tests.support.page import WRITING, Support
+    from tests.support.rows import ROWS
+
+    reported = Support()
+    yield reported
+    if WRITING:
+        reported.save(ROWS)

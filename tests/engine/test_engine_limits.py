@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 limit = pytest.mark.xfail(
     strict=True, raises=(AssertionError, RuntimeError, pytest.fail.Exception), reason="as in torch"
@@ -31,23 +30,23 @@ def test_a_hook_that_the_function_puts_on_its_input_fires_once(same_grads):
     same_grads(program)
 
 
+class Twice(torch.Tensor):
+    """Its sines are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is torch.Tensor.sin else out
+
+
 @limit
-def test_parameters_replaced_for_the_time_of_forward_are_replaced_in_the_replay(same_grads):
-    """Rule 3: ``functional_call`` has put the module's own parameters back when the replay reads them."""
-
-    class Model(nn.Module):
-        def __init__(self, call):
-            super().__init__()
-            self.lin = nn.Linear(2, 2, bias=False)
-            self.call = call
-
-        def forward(self, x):
-            return self.call(lambda t: self.lin(t).tanh(), x)
+def test_a_backward_that_starts_from_a_tensor_of_a_subclass(same_grads):
+    """Rule 3: ``__torch_function__`` of the subclass runs that backward, and is switched off meanwhile."""
 
     def program(call):
-        weight, x = torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
-        torch.func.functional_call(Model(call), {"lin.weight": weight}, (x,)).sum().backward()
-        return x.grad, weight.grad
+        x = torch.randn(3, requires_grad=True)
+        call(lambda t: t.sin().exp(), (x * 1).as_subclass(Twice)).sum().backward()
+        return x.grad
 
     same_grads(program)
 

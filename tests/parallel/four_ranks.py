@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZer
 
 import regrow
 from regrow.pipelining import PipelineStage, attach
+from tests.parallel.two_ranks import ENGINES
 from tests.pipelining.conftest import MICROBATCHES, WIDTH, Block, loss_fn
 
 N_STAGES = 4
@@ -42,14 +44,14 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2 * ROWS, WIDTH, generator=generator), torch.randn(2 * ROWS, WIDTH, generator=generator)
 
 
-def sharded_stages(name: str, prefire: str) -> dict[str, Any]:
+def sharded_stages(name: str, prefire: str, *, use_reentrant: bool) -> dict[str, Any]:
     """Gradients of the whole batch in one process, and replays per micro-batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     make, placing = SCHEDULES[name]
     modules, oracle = stage_modules(), nn.Sequential(*stage_modules())
     mine = placing(mesh["pp"].get_local_rank())
     for index in mine:
-        regrow.apply_checkpointing(modules[index], Block)
+        regrow.apply_checkpointing(modules[index], Block, use_reentrant=use_reentrant)
         fully_shard(modules[index], mesh=mesh["dp"])
     stages = [
         PipelineStage(modules[index], index, N_STAGES, torch.device("cpu"), group=mesh["pp"].get_group())
@@ -86,9 +88,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
-    for name in SCHEDULES:
-        for prefire in PREFIRE:
-            results[f"{name}, {prefire}"] = sharded_stages(name, prefire)
+    for (engine, use_reentrant), name, prefire in product(ENGINES.items(), SCHEDULES, PREFIRE):
+        results[f"{engine}: {name}, {prefire}"] = sharded_stages(name, prefire, use_reentrant=use_reentrant)
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -223,16 +223,20 @@ def random_placement(*, use_reentrant: bool) -> dict[str, Any]:
     mesh: DeviceMesh = init_device_mesh("cpu", (RANKS,))
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    runs = [0]
+
     def block(t: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
         return nn.functional.dropout(t.sin(), 0.5).cos()
 
     grads = []
     for call in (lambda f, t: f(t), partial(regrow.checkpoint, use_reentrant=use_reentrant)):
         torch.manual_seed(3)
+        runs[0] = 0
         x = distribute_tensor(batch(0), mesh, [Shard(0)]).requires_grad_()
         call(block, x).sum().backward()
         grads.append(_local(x.grad))
-    return {"same": torch.equal(*grads), "dropped": bool((grads[0] == 0).any())}
+    return {"same": torch.equal(*grads), "dropped": bool((grads[0] == 0).any()), "runs": runs[0]}
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -18,6 +18,8 @@ from tests.pipelining.conftest import (
     make_pipeline,
     plain,
 )
+from tests.support.page import works
+from tests.support.rows import on_a_schedule
 
 pytestmark = pytest.mark.usefixtures("on_each_engine")
 
@@ -33,7 +35,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_one_replay_and_the_same_gradients(same, name, option):
+def test_one_replay_and_the_same_gradients(same, support, engine, name, option):
     """Rule 26: however backward is cut; the first step, which also infers shapes, and the next ones."""
     pipeline = make_pipeline(name, wrap=checkpointed, **OPTIONS[option])
     oracle = plain(name)
@@ -48,6 +50,8 @@ def test_one_replay_and_the_same_gradients(same, name, option):
             assert all(count <= MICROBATCHES for count in replays)
         else:
             assert replays == [MICROBATCHES] * len(replays)
+    if option == "on any wait":
+        support(on_a_schedule(name), engine.name, works(replays[0] // MICROBATCHES))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,6 +1,7 @@
 """Like C1 and C3: kinds of modules, and what they carry: scripted, lazy, buffers that need gradients, odd layouts."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -387,3 +388,75 @@ def test_copies_of_buffers_are_no_operators_of_a_policy_around(engine):
     out.sum().backward()
     want = torch.autograd.grad(table(x.sin()).exp().sum(), x)[0]
     assert torch.equal(x.grad, want)
+
+
+class Tied(nn.Module):
+    """Two calls of one layer."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.layer, self.other, self.run = nn.Linear(2, 2), nn.Linear(2, 2), run
+
+    def forward(self, x):
+        return self.run(lambda t: self.layer(t).sin(), self.run(lambda t: self.layer(t).tanh().exp(), x))
+
+
+def test_plain_tensors_that_stood_for_parameters_stand_there_in_the_replay(same_in_any_way):
+    """Rule 24: as in `functional_call`, which has put the module's own parameters back by then; they stay there."""
+
+    def program(run):
+        model = Tied(run)
+        own = dict(model.named_parameters())
+        weight, x = torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
+        out = torch.func.functional_call(model, {"layer.weight": weight}, (x,))
+        run.backward(out.sum())
+        assert dict(model.named_parameters()) == own
+        return x.grad, weight.grad, [p.grad for p in own.values()]
+
+    same_in_any_way(program)
+
+
+def test_own_parameters_are_back_after_a_replay_that_fails(engine):
+    """Rule 24: a replay that raises leaves the module as it was."""
+    layer, weight = nn.Linear(2, 2), torch.eye(2).requires_grad_()
+    own = dict(layer.named_parameters())
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return engine.checkpoint(function, x)
+
+    def function(t):
+        if regrow.is_recomputing():
+            assert layer.weight is weight
+            raise ZeroDivisionError
+        return layer(t).sin()
+
+    loss = torch.func.functional_call(Net(), {"layer.weight": weight}, (torch.ones(1, 2, requires_grad=True),)).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert dict(layer.named_parameters()) == own
+
+
+@pytest.mark.only("hooks", because="the other engine refuses what it captures with a graph of its own")
+def test_plain_tensors_with_a_graph_stand_for_parameters(same_in_any_way):
+    """Rule 24: weights that are computed outside, as in a hypernetwork."""
+
+    def program(run):
+        weight, x = torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
+        out = torch.func.functional_call(Tied(run), {"layer.weight": weight.exp()}, (x,))
+        run.backward(out.sum())
+        return x.grad, weight.grad
+
+    same_in_any_way(program)
+
+
+def test_a_plain_tensor_with_a_graph_is_refused_by_the_reentrant_engine():
+    """Rule 35: a captured tensor with a graph of its own, by the name of the parameter that it stands for."""
+    weight = torch.eye(2).requires_grad_()
+    model = Tied(partial(regrow.checkpoint, use_reentrant=True))
+    with pytest.raises(ValueError, match=r"captures 'self\.layer\.weight', a tensor that was computed outside"):
+        torch.func.functional_call(model, {"layer.weight": weight * 2}, (torch.ones(1, 2),))

@@ -30,6 +30,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 Children = list[tuple[nn.Module, dict[str, "nn.Module | None"]]]
+StoodIn = list[tuple[nn.Module, str, "nn.Parameter | None"]]
 
 
 class State:
@@ -52,6 +53,7 @@ class State:
         "_names",
         "_opaque",
         "_parameters",
+        "_plain",
         "_requires_grad",
         "_versions",
         "buffers",
@@ -67,6 +69,7 @@ class State:
         self.buffers = Buffers(self._modules)
         self._children = [(module, dict(module._modules)) for module in self._modules if module._modules]
         self._parameters = _parameters(self._modules)
+        self._plain = torch.Tensor in map(type, self._parameters)
         self._requires_grad = list(map(_requires_grad, self._parameters))
         self._versions = compat.versions_of(self._parameters)
         # Weakly: forward may write its result into one, and the result's graph holds the frame that holds this.
@@ -99,6 +102,11 @@ class State:
         """Whether a parameter or a captured tensor needs a gradient."""
         return True in self._requires_grad or any(needs for _, _, needs in self._captured)
 
+    def with_graph(self, reached: Reach) -> str | None:
+        """The name of a plain tensor with a graph of its own that stands for a parameter."""
+        found = [p for p in self._parameters if p.requires_grad and not p.is_leaf] if self._plain else []
+        return _names_of(found[:1], reached)[0] if found else None
+
     @property
     def modules(self) -> list[nn.Module]:
         """The modules it reaches, those inside them included."""
@@ -120,11 +128,13 @@ class State:
         Raises:
             StateChangedError: a name stands for another module now. What else was changed is watched.
         """
-        everything = turns.any_taken() or list(map(_training, self._modules)) != self._modes
+        everything = self._plain or turns.any_taken() or list(map(_training, self._modules)) != self._modes
         wanted = map(id, self._modules) if everything else self.buffers.owners()
         begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
         try:
             begun.children = _swap_children(self._children)
+            if self._plain:
+                begun.stood_in = _stand_in(self._modules, self._parameters)
             stale = self.buffers.stale()
             gone = (buffer.here() for buffer in stale if buffer.start is None)
             lost = [tensor for tensor in gone if tensor is not None]
@@ -229,6 +239,7 @@ class Begun:
         "modules",
         "parameters",
         "requires_grad",
+        "stood_in",
         "switched",
         "watch",
     )
@@ -241,6 +252,7 @@ class Begun:
         self.requires_grad = list(map(_requires_grad, parameters))
         self.switched: list[tuple[torch.Tensor, bool]] = []
         self.children: Children = []
+        self.stood_in: StoodIn = []
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.buffers: buffers.Found = []
         self.watch: Watch | None = None
@@ -248,6 +260,8 @@ class Begun:
     def put_back(self) -> None:
         """The replay has ended, one way or the other."""
         buffers.put_back(self.buffers)
+        for module, name, parameter in self.stood_in:
+            module._parameters[name] = parameter
         _swap_children(self.children)
         if list(map(_training, self.modules)) != self.modes:  # forward's, or switched by a function that stopped
             _set_modes(self.modules, self.modes)
@@ -275,6 +289,20 @@ def _swap_children(wanted: Children) -> Children:
         module._modules.clear()
         module._modules.update(children)
     return [(module, there) for module, there, _ in found]
+
+
+def _stand_in(modules: list[nn.Module], then: list[torch.Tensor]) -> StoodIn:
+    """Plain tensors that stood for parameters, as in `functional_call`, stand there again; return what stood there."""
+    places = [(module, name) for module in modules for name, p in module._parameters.items() if p is not None]
+    if len(places) != len(then):
+        return []
+    found: StoodIn = []
+    for (module, name), tensor in zip(places, then, strict=True):
+        here = module._parameters[name]
+        if type(tensor) is torch.Tensor and here is not tensor:
+            found.append((module, name, here))
+            module._parameters[name] = tensor  # type: ignore[assignment]
+    return found
 
 
 def _same(module: nn.Module, children: dict[str, nn.Module | None]) -> bool:

@@ -76,6 +76,9 @@ def _look_around(frame: ReentrantFrame, opaque: tuple[Any, ...]) -> None:
         if reached.tensors:
             _refuse_captured_graph(frame.label, reached)
         frame.state = State(reached, opaque)
+        weight = frame.state.with_graph(reached)
+        if weight is not None:
+            raise ValueError(errors.captured_graph(frame.label, weight))
         buffer = leaks.with_grad(frame.state.modules)
         if buffer is not None:
             raise ValueError(errors.buffer_with_grad(frame.label, buffer))
