@@ -54,6 +54,7 @@ class Fake(types.ModuleType):
 
 
 fake = Fake("torch.meta")
+other = Fake("torch.fake")  # the accelerator, once there is one
 
 
 def leaf(device="meta"):
@@ -183,9 +184,9 @@ def asleep():
 
 
 def accelerator():
-    """From here on the fake is torch's accelerator as well; no tensor lies there."""
+    """From here on torch has an accelerator; no tensor lies there."""
     torch.utils.rename_privateuse1_backend("fake")
-    torch._register_device_module("fake", fake)
+    torch._register_device_module("fake", other)
     DefaultDeviceType.set_device_type("fake")
 
 
@@ -205,10 +206,30 @@ def autocast_of_the_accelerator():
 
 def generator_of_the_accelerator():
     drawn = []
-    out = regrow.checkpoint(lambda t: (drawn.append(fake.draw()), t.sin())[1], leaf("cpu"))
+    out = regrow.checkpoint(lambda t: (drawn.append(other.draw()), t.sin())[1], leaf("cpu"))
+    other.draws = 50
+    out.sum().backward()
+    return drawn, other.draws
+
+
+def captured_on_another_device(**options):
+    """The input lies on the CPU, the accelerator is another one, and a weight lies on the first."""
+    drawn = []
+    layer = torch.nn.Linear(3, 3, device="meta")
+
+    def function(t):
+        layer.train()
+        drawn.append(fake.draw())
+        return t.sin()
+
+    out = regrow.checkpoint(function, leaf("cpu"), **options)
     fake.draws = 50
     out.sum().backward()
     return drawn, fake.draws
+
+
+def captured_on_another_device_reentrant():
+    return captured_on_another_device(use_reentrant=True)
 
 
 SCENARIOS = [
@@ -223,6 +244,8 @@ SCENARIOS = [
     asleep,
     autocast_of_the_accelerator,
     generator_of_the_accelerator,
+    captured_on_another_device,
+    captured_on_another_device_reentrant,
 ]
 
 
@@ -231,6 +254,7 @@ def main():
     results = {}
     for scenario in SCENARIOS:
         fake.reset()
+        other.reset()
         try:
             results[scenario.__name__] = scenario()
         except Exception as error:

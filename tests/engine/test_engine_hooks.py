@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
+import regrow
 from regrow import InputChangedError
 
 
@@ -187,3 +188,51 @@ def test_inference_tensors_may_be_inputs(same_grads, hooks):
         return x.grad
 
     same_grads(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: x * 1], ids=["leaf", "result"])
+def test_a_hook_that_the_function_puts_on_its_input_fires_once(engine, same_grads, place, early_stop):
+    """Rule 3: the one that forward put there; a replay takes its own away. Torch's checkpoint runs both."""
+    fired = []
+
+    def program(call):
+        fired.clear()
+        x = torch.randn(3, requires_grad=True)
+
+        def function(h):
+            h.register_hook(lambda grad: (fired.append("gradient"), grad * 3)[1])
+            if h.is_leaf:
+                h.register_post_accumulate_grad_hook(lambda leaf: fired.append("accumulated"))
+            return h.sin().exp()
+
+        h = place(x)
+        h.register_hook(lambda grad: (fired.append("outside"), grad * 2)[1])
+        call(function, h).sum().backward()
+        return x.grad, list(fired)
+
+    same_grads(program, **({} if engine.use_reentrant else {"early_stop": early_stop}))
+
+
+def test_a_hook_on_an_input_stays_off_if_the_replay_fails(engine):
+    """Rule 3: what it put there by then is taken away, and a second backward is right."""
+    fail = []
+
+    def function(h):
+        h.register_hook(lambda grad: grad * 3)
+        if fail:
+            raise KeyError("replay")
+        return h.sin().exp()
+
+    x = torch.randn(3, requires_grad=True)
+    h = x * 1
+    session = "kept"  # in which the reentrant engine's call survives
+    with regrow.recompute_session_ctx(session, retain_on_unpack=True):
+        out = engine.checkpoint(function, h)
+        fail.append(True)
+        with pytest.raises(KeyError):
+            out.sum().backward(retain_graph=True)
+        fail.clear()
+        out.sum().backward()
+    regrow.clear_recompute_session(session)
+    assert torch.equal(x.grad, torch.autograd.grad((x.sin().exp()).sum(), x)[0] * 3)

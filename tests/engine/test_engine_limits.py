@@ -13,44 +13,6 @@ limit = pytest.mark.xfail(
 )
 
 
-@limit
-def test_a_hook_that_the_function_puts_on_its_input_fires_once(same_grads):
-    """Rule 1: the replay registers it a second time, before backward has reached the input."""
-
-    def program(call):
-        x = torch.randn(3, requires_grad=True)
-
-        def function(h):
-            h.register_hook(lambda grad: grad * 3)
-            return h.sin()
-
-        call(function, x * 1).sum().backward()
-        return x.grad
-
-    same_grads(program)
-
-
-class Twice(torch.Tensor):
-    """Its sines are twice as large."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        return out * 2 if func is torch.Tensor.sin else out
-
-
-@limit
-def test_a_backward_that_starts_from_a_tensor_of_a_subclass(same_grads):
-    """Rule 3: ``__torch_function__`` of the subclass runs that backward, and is switched off meanwhile."""
-
-    def program(call):
-        x = torch.randn(3, requires_grad=True)
-        call(lambda t: t.sin().exp(), (x * 1).as_subclass(Twice)).sum().backward()
-        return x.grad
-
-    same_grads(program)
-
-
 def test_a_captured_tensor_that_was_changed_in_place_is_refused(engine):
     """Rule 4: plain autograd refuses; the replay sees a tensor that is no argument, with other values than forward."""
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2)

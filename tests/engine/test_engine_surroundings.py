@@ -396,3 +396,36 @@ def test_a_forward_context_that_swallows_exceptions_is_refused(engine):
         engine.checkpoint(
             function, torch.randn(3, requires_grad=True), context_fn=lambda: (suppress(KeyError), nullcontext())
         )
+
+
+class Twice(torch.Tensor):
+    """Its sines are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is torch.Tensor.sin else out
+
+
+def test_a_backward_that_starts_from_a_tensor_of_a_subclass(same_grads):
+    """Rule 3: torch asks no subclass meanwhile; the replay asks them, as forward did."""
+
+    def program(call):
+        x = torch.randn(3, requires_grad=True)
+        call(lambda t: t.sin().exp(), (x * 1).as_subclass(Twice)).sum().backward()
+        return x.grad
+
+    same_grads(program)
+
+
+def test_a_call_that_asks_no_subclass_is_replayed_so(same_grads):
+    """Rule 3: made where a subclass is not asked, and read where it is."""
+
+    def program(call):
+        x = torch.randn(3, requires_grad=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = call(lambda t: torch.Tensor.sin(t).exp(), (x * 1).as_subclass(Twice))
+        torch.autograd.backward([out.as_subclass(torch.Tensor)], [torch.ones(3)])
+        return x.grad
+
+    same_grads(program)

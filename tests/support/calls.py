@@ -276,6 +276,18 @@ def hook_inside(call: Call) -> Any:
     return x.grad
 
 
+@feature(HOOKS, "that the function puts on its input")
+def hook_on_the_input_inside(call: Call) -> Any:
+    x = leaf()
+
+    def function(t):
+        t.register_hook(lambda grad: grad * 3)
+        return t.sin().exp()
+
+    call(function, x * 1).sum().backward()
+    return x.grad
+
+
 @feature(HOOKS, "on the input and the output of the call")
 def hook_outside(call: Call) -> Any:
     x, seen = leaf(), []

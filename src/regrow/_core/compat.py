@@ -5,8 +5,8 @@ A name that is missing is found here, when regrow is first used, and named with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -81,6 +81,15 @@ _function_mode_at: Callable[[int], Any] = _private(
     "torch._C", "_get_function_stack_at", "it finds function modes around a call"
 )
 
+# Whether subclasses of tensors are asked what to do, and a context in which they are.
+# Deleted by a public context; torch has one that switches it off.
+function_overrides: Callable[[], bool] = _private(
+    "torch._C", "_is_torch_function_enabled", "replays ask the subclasses that forward asked"
+)
+_ask_subclasses: Callable[[], AbstractContextManager[Any]] = _private(
+    "torch._C", "_EnableTorchFunction", "replays ask the subclasses that forward asked"
+)
+
 _Accumulator: Any = _private("torch._C", "_functions.AccumulateGrad", "a split backward ends at parameters")
 
 # The node of a custom Function. Deleted by a public class of such nodes.
@@ -138,6 +147,12 @@ hooks_are_searched = _searched is not None
 _ragged_sizes: Any = _private(
     "torch.nested._internal.nested_tensor", "_tensor_symint_registry", "regrown jagged tensors take forward's length"
 )
+
+
+def set_function_overrides(wanted: bool) -> AbstractContextManager[Any]:
+    """A context in which subclasses are asked what to do, or are not."""
+    context: AbstractContextManager[Any] = _ask_subclasses() if wanted else torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def is_wanted(node: Any) -> bool:
@@ -250,22 +265,6 @@ def variable_of(accumulator: Any) -> torch.Tensor:
     """The leaf that a node accumulates into. Deleted by a public attribute in torch's own types."""
     leaf: torch.Tensor = accumulator.variable
     return leaf
-
-
-@contextmanager
-def without_tensor_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
-    """Leaves without the hooks of ``Tensor.register_hook``, which run when the gradient is accumulated, not before.
-
-    Deleted by a capture of a leaf's gradient that runs no hooks.
-    """
-    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    for leaf, _ in hooks:
-        leaf._backward_hooks = None
-    try:
-        yield
-    finally:
-        for leaf, found in hooks:
-            leaf._backward_hooks = found
 
 
 def tracing() -> bool:

@@ -6,7 +6,7 @@ call, on the path that a checkpoint is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from types import TracebackType
@@ -20,6 +20,7 @@ from regrow._core import ambient, compat, devices, flags_compat, streams
 _cpu_generator = torch.default_generator
 _CPU = torch.device("cpu")
 _on_cpu = attrgetter("is_cpu")
+_device_of = attrgetter("device")
 
 Autocast = tuple[str, bool, torch.dtype]
 DeviceStates = tuple[tuple[torch.device, torch.Tensor], ...]
@@ -37,6 +38,9 @@ class Environment:
     device_autocast: tuple[Autocast, ...] = ()
     function_modes: tuple[Any, ...] = ()
     registered: tuple[Any, ...] = ()
+    # Whether subclasses were asked what to do, with ``__torch_function__``. Torch does not ask them in a backward that
+    # begins at one of them.
+    overrides = True
     # Where forward queued its work: on every device in play that has streams.
     streams: streams.Streams = ()
     # A device that sleeps now must not wake up inside forward: its generator could not be captured.
@@ -46,6 +50,8 @@ class Environment:
         """Capture the surroundings of this thread, and of the devices on which ``tensors`` lie."""
         found = [] if all(map(_on_cpu, tensors)) else [tensor.device for tensor in tensors if not tensor.is_cpu]
         spare = devices.spare_type()
+        if spare is not None and spare not in [device.type for device in found]:
+            found += devices.current_of(spare)
         if preserve_rng:
             self.cpu_rng = _cpu_generator.get_state()
             if found:
@@ -53,10 +59,7 @@ class Environment:
             if spare is not None and devices.is_asleep(spare):
                 self.sleeping = spare
         if found or spare is not None:
-            kinds = [device.type for device in found]
-            if spare is not None and spare not in kinds:
-                kinds.append(spare)
-                found += devices.current_of(spare)
+            kinds = [device.type for device in found] + ([] if spare is None else [spare])
             self.device_autocast = _device_autocast(dict.fromkeys(kinds))
             self.streams = streams.current(dict.fromkeys(found))
         self.surroundings = flags_compat.surroundings()
@@ -64,6 +67,19 @@ class Environment:
             self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
+        if not compat.function_overrides():
+            self.overrides = False
+
+    def include(self, tensors: Callable[[], list[torch.Tensor]]) -> None:
+        """Forward uses the devices on which these lie, too; they are asked for where there is more than the CPU."""
+        if devices.spare_type() is None:
+            return
+        known = {device for device, _ in self.device_rng} | {device for device, _ in self.streams}
+        more = [device for device in dict.fromkeys(map(_device_of, tensors())) if device.type != "cpu"]
+        more = [device for device in more if device not in known]
+        if more:
+            self.streams += streams.current(more)
+            self.device_rng += () if self.cpu_rng is None else _device_states(more)
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of generators that are held."""
@@ -90,6 +106,7 @@ class Environment:
         """Whether anything but RNG and grad mode is not here as it was in forward."""
         return (
             here != self.surroundings
+            or compat.function_overrides() is not self.overrides
             or compat.function_mode_count() > 0
             or self.function_modes != ()
             or self.registered != ()
@@ -109,6 +126,7 @@ class Restored:
     _cpu_rng: torch.Tensor | None = None
     _device_rng: DeviceStates = ()
     _moved: ExitStack | None = None
+    _recast = False
 
     def __init__(self, environment: Environment, *, aside: bool = False) -> None:
         """Prepare it; ``aside`` leaves work to the streams of this thread, rather than to forward's."""
@@ -116,9 +134,9 @@ class Restored:
         self._aside = aside
 
     @property
-    def entered(self) -> bool:
-        """Whether something beside RNG and grad mode was not as forward had it, and is now."""
-        return self._stack is not None
+    def casts_anew(self) -> bool:
+        """Whether casts that the caller's autocast keeps are not found inside."""
+        return self._recast
 
     def __enter__(self) -> None:
         environment = self._environment
@@ -128,9 +146,11 @@ class Restored:
             if not self._aside and streams.elsewhere(environment.streams):
                 self._moved = streams.entered(environment.streams)
             if environment.differs_from(self._found):
-                self._stack = _entered(environment)
-            elif self._aside:  # what is cast beside the caller's work must not be found in it before it is there
                 self._stack = ExitStack()
+                self._recast = _enter(self._stack, environment)
+            if self._aside and not self._recast:
+                # What is cast beside the caller's work must not be found in it before it is there.
+                self._stack = self._stack or ExitStack()
                 self._stack.enter_context(uncached())
             compat.set_grad_enabled(True)
             if environment.cpu_rng is not None:
@@ -163,20 +183,19 @@ class Restored:
                 self._moved.close()
 
 
-def _entered(environment: Environment) -> ExitStack:
-    stack = ExitStack()
+def _enter(stack: ExitStack, environment: Environment) -> bool:
+    """Enter what is not here as it was in forward; whether autocast was."""
+    if compat.function_overrides() is not environment.overrides:
+        stack.enter_context(compat.set_function_overrides(environment.overrides))
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(mode=False))
-    if flags_compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs():
+    recast = flags_compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs()
+    if recast:
         _enter_autocast(stack, environment)
     mine = compat.swap_function_modes(0, environment.function_modes)
     stack.callback(compat.swap_function_modes, 0, mine)
-    try:
-        ambient.enter(stack, environment.surroundings, environment.registered)
-    except BaseException:
-        stack.close()
-        raise
-    return stack
+    ambient.enter(stack, environment.surroundings, environment.registered)
+    return recast
 
 
 def _enter_autocast(stack: ExitStack, environment: Environment) -> None:

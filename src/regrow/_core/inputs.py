@@ -100,9 +100,11 @@ class Inputs:
         """What is held as it was given; not what surrounding hooks took away."""
         return self._held
 
-    def bring_back(self, label: str) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments for a replay, in fresh containers; InputChangedError if one was changed in place."""
-        return self._template.fill(self._tensors(label))
+    def bring_back(self, label: str) -> tuple[list[Any], list[Any], dict[str, Any]]:
+        """Tensors, and arguments in fresh containers, for a replay; InputChangedError if one was changed in place."""
+        tensors = self._tensors(label)
+        args, kwargs = self._template.fill(tensors)
+        return tensors, args, kwargs
 
     def as_leaves(self, label: str) -> tuple[list[torch.Tensor | None], list[Any], dict[str, Any]]:
         """Arguments whose tensors are leaves of a new graph where they need a gradient, and these leaves by place.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from regrow._core import compat
+from regrow._core import compat, hooks_compat
 from regrow._core.frame import Frame
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -74,7 +74,7 @@ class Split:
         early = graph.early
         hooks = [joint.register_prehook(self._keep(joint)) for joint in graph.joints]
         try:
-            with compat.without_tensor_hooks([compat.variable_of(leaf) for leaf in early]):
+            with hooks_compat.without_tensor_hooks([compat.variable_of(leaf) for leaf in early]):
                 found = _grad(ways + (self._late if early else []), wanted + [GradientEdge(leaf, 0) for leaf in early])
         finally:
             for hook in hooks:

@@ -107,6 +107,11 @@ class State:
         found = [p for p in self._parameters if p.requires_grad and not p.is_leaf] if self._plain else []
         return _names_of(found[:1], reached)[0] if found else None
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, and captured tensors."""
+        captured = [tensor for tensor in (place() for place, _, _ in self._captured) if tensor is not None]
+        return self._parameters + captured
+
     @property
     def modules(self) -> list[nn.Module]:
         """The modules it reaches, those inside them included."""

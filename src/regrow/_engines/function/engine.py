@@ -76,6 +76,7 @@ def _look_around(frame: ReentrantFrame, opaque: tuple[Any, ...]) -> None:
         if reached.tensors:
             _refuse_captured_graph(frame.label, reached)
         frame.state = State(reached, opaque)
+        frame.environment.include(frame.state.tensors)
         weight = frame.state.with_graph(reached)
         if weight is not None:
             raise ValueError(errors.captured_graph(frame.label, weight))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from regrow import errors
-from regrow._core import compat, events, leaks, replaying, telling, trees
+from regrow._core import compat, events, hooks_compat, leaks, replaying, telling, trees
 from regrow._core.carrier import say_sharded
 from regrow._core.environment import Environment, Restored, uncached
 from regrow._core.faults import CheckpointError
@@ -211,7 +211,7 @@ class ReentrantFrame(SplitFrame):
             if compat.functorch_active():
                 replay.transforms = compat.transform_level()
             # Casts that the caller's autocast keeps belong to the caller's graph.
-            casts = self.environment.casts and not restored.entered
+            casts = self.environment.casts and not restored.casts_anew
             try:
                 if self.state is None and slots is None and self.regions is None and not casts:
                     output = function(*args, **kwargs)
@@ -219,6 +219,9 @@ class ReentrantFrame(SplitFrame):
                     output = self._call(replay, function, args, kwargs, slots, casts=casts)
             finally:
                 here.replay, here.reading, here.reentrant = around, reading, reentrant
+            hooks_compat.drop_other_hooks(
+                [leaf for leaf in leaves if leaf is not None], None
+            )  # those of forward are there
             if replay.refusal is not None:
                 raise replay.refusal
             if self.inputs.contained and leaks.in_arguments(args, kwargs, self.inputs.opaque):

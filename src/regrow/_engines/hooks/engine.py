@@ -94,6 +94,7 @@ def _frame(
     reached = reach(function, template.opaque, cells)
     if reached is not None:
         frame.state = State(reached, template.opaque)
+        environment.include(frame.state.tensors)
     return frame
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regrow import errors
-from regrow._core import compat, events, replaying, streams, telling
+from regrow._core import compat, events, hooks_compat, replaying, streams, telling
 from regrow._core.carrier import say_sharded
 from regrow._core.environment import Environment, Restored
 from regrow._core.frame import Frame, Holding, Owner
@@ -180,10 +180,11 @@ class HooksFrame(Frame):
         here = replaying.thread.here
         reading, here.reading = here.reading, replay
         try:
-            args, kwargs = self.inputs.bring_back(self.label)
+            tensors, args, kwargs = self.inputs.bring_back(self.label)
         finally:
             here.reading = reading
         function = function_then(self)
+        known = hooks_compat.hooks_on(tensors)
         around, here.replay = here.replay, replay
         here.reading = None
         if compat.functorch_active():
@@ -198,6 +199,7 @@ class HooksFrame(Frame):
                         self._call(function, args, kwargs, refill, log, replay, watch)
         finally:
             here.replay, here.reading = around, reading
+            hooks_compat.drop_other_hooks(tensors, known)  # those of forward are there
         if replay.refusal is not None:
             raise replay.refusal
 
