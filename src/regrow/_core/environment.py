@@ -143,7 +143,7 @@ class Restored:
         self._was_grad = torch.is_grad_enabled()
         self._found = flags_compat.surroundings()
         try:
-            if not self._aside and streams.elsewhere(environment.streams):
+            if environment.streams and not self._aside and streams.elsewhere(environment.streams):
                 self._moved = streams.entered(environment.streams)
             if environment.differs_from(self._found):
                 self._stack = ExitStack()

@@ -18,17 +18,21 @@ def hooks_on(tensors: list[Any]) -> set[int] | None:
 
     Deleted by a public list of them.
     """
-    found = [hooks for hooks in map(_hooks_on, tensors) if hooks != _NO_HOOKS]
-    return {key for pair in found for hooks in pair for key in hooks or ()} if found else None
+    found = list(map(_hooks_on, tensors))
+    if found.count(_NO_HOOKS) == len(found):
+        return None
+    return {key for pair in found for hooks in pair for key in hooks or ()}
 
 
 def drop_other_hooks(tensors: list[Any], known: set[int] | None) -> None:
     """Take away those that were put on since."""
-    for pair in map(_hooks_on, tensors):
-        if pair != _NO_HOOKS:
-            for hooks in pair:
-                for key in set(hooks or ()).difference(known or ()):
-                    del hooks[key]
+    found = list(map(_hooks_on, tensors))
+    if found.count(_NO_HOOKS) == len(found):
+        return
+    for pair in found:
+        for hooks in pair:
+            for key in set(hooks or ()).difference(known or ()):
+                del hooks[key]
 
 
 @contextmanager
