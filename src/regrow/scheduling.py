@@ -44,8 +44,9 @@ def recompute_handle(handle: Handle, session_id: Hashable, carrier: bool = False
     backward begins: that is logged, and the call is replayed when backward asks.
 
     On an accelerator the replay is queued on the stream that is current here. If that is not forward's, it runs beside
-    what forward's stream is given from now on: it begins when what that stream holds by now is done, and the first read
-    of the session waits for it. A call of the reentrant engine is replayed on forward's stream in any case.
+    what forward's stream is given from now on: it begins when what that stream holds by now is done, and whoever reads
+    first waits for it, on its own stream and on forward's. Until then, nothing that the replay reads may be written in
+    place by work that does not wait. A call of the reentrant engine is replayed on forward's stream in any case.
 
     Args:
         handle: from `recompute_handle_collector_ctx`.

@@ -7,7 +7,7 @@ a wait takes over what the other knew. Whoever reads a value must know the tick 
 import json
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Thread
 
 import torch
@@ -229,19 +229,94 @@ def inner_from_outer():
     return fake.log, fake.reads
 
 
-def casts():
+def known_to_the_reader(stream, tick):
+    return fake.now.known().get(stream, 0) >= tick
+
+
+def tick():
+    clock = fake.now.known()
+    clock[fake.now.stream_id] = clock.get(fake.now.stream_id, 0) + 1
+    return fake.now.stream_id, clock[fake.now.stream_id]
+
+
+def inputs_that_hooks_bring_back(**options):
+    copied, reads = [], []
+
+    def bring_back(packed):
+        copied.append(tick())
+        return torch.empty(packed, device=DEVICE)
+
+    def function(x):
+        reads.extend(known_to_the_reader(*copy) for copy in copied)
+        return steps(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.shape, bring_back):
+        out, _ = called(function, **options)
+    with fake.stream(third):
+        out.backward(torch.empty(6, device=DEVICE))
+    return reads, fake.reads
+
+
+def read_while_it_runs():
+    readers, early = [], []
+
+    def function(x):
+        x = Step.apply(x, 5)
+        if readers:
+            readers[0].start()
+            readers[0].join(timeout=0.5)  # it waits for this replay, so this ends without it
+            early.append(not readers[0].is_alive())
+        return Step.apply(x, 6)
+
+    out, handles = called(function)
+    with regrow.recompute_session_ctx("s", retain_on_unpack=True):
+        readers.append(Thread(target=lambda: out.grad_fn.next_functions[0][0].saved_tensors))
+        with fake.stream(side):
+            regrow.recompute_handle(handles[0], "s")
+        readers[0].join()
+        readers.clear()
+        out.backward(torch.empty(6, device=DEVICE))
+    return early, fake.reads
+
+
+def failed_behind_a_clone():
+    """The replay copies what the policy keeps before it is overwritten, and fails; the copy stays for later ones."""
+    fail = []
+
+    def function(x):
+        y = torch.cat([x, x, x])
+        h = Step.apply(y, 5)
+        y.mul_(2)
+        if fail:
+            raise KeyError("replay")
+        return Step.apply(h, 6)
+
+    _alive, handles = called(function, policy_fn=lambda ctx, op, *args, **kwargs: op is torch.ops.aten.cat.default)
+    fail.append(True)
+    try:
+        with fake.stream(side):
+            regrow.recompute_handle(handles[0], "s")
+    except KeyError:
+        fail.clear()
+    return fake.log, sorted(fake.told)
+
+
+def casts(around=nullcontext):
     cached = []
 
     def function(x):
         cached.append(torch.is_autocast_cache_enabled())
         return steps(x)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), around():
         _alive, handles = called(function)
         regrow.recompute_handle(handles[0], "s")
         regrow.clear_recompute_session("s")
         with fake.stream(side):
             regrow.recompute_handle(handles[0], "t")
+        regrow.clear_recompute_session("t")
+        with fake.stream(third):
+            _alive.backward(torch.empty(6, device=DEVICE))
         cached.append(torch.is_autocast_cache_enabled())
     return cached
 
@@ -265,6 +340,11 @@ def main_program():
         "lazy elsewhere, reentrant": lambda: lazy_elsewhere(use_reentrant=True),
         "inner from outer": inner_from_outer,
         "casts": casts,
+        "casts, function mode": lambda: casts(lambda: torch.device("cpu")),
+        "inputs that hooks bring back": inputs_that_hooks_bring_back,
+        "inputs that hooks bring back, reentrant": lambda: inputs_that_hooks_bring_back(use_reentrant=True),
+        "read while it runs": read_while_it_runs,
+        "failed behind a clone": failed_behind_a_clone,
     }
     results = {}
     for name, scenario in scenarios.items():

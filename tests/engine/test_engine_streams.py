@@ -60,9 +60,27 @@ def test_a_call_inside_another_waits_for_its_inputs(happened):
 
 
 @pytest.mark.parametrize("end", ["cleared unread", "failed"])
-def test_nothing_waits_for_a_replay_that_nobody_reads(happened, end):
-    """Rule 41: one that was cleared, or failed, is forgotten; backward replays on forward's stream."""
+def test_a_replay_that_nobody_reads_is_over(happened, end):
+    """Rule 41: one that was cleared, or failed; backward replays on forward's stream."""
     assert happened[end] == [REPLAY, [True, True]]
+
+
+def test_forwards_stream_waits_for_one_that_fails(happened):
+    """Rule 41: what it left behind for all replays, as a copy of a kept result (12), may be read there."""
+    log, told = happened["failed behind a clone"]
+    assert log[-2:] == ["main waits", "main waits for side"]
+    assert told == [[4, 1], [12, 1]]
+
+
+def test_nobody_reads_what_is_not_queued(happened):
+    """Rule 41: a reader on another thread, in the middle of the replay, stands and waits."""
+    assert happened["read while it runs"] == [[False], [True, True]]
+
+
+@BOTH_ENGINES
+def test_what_hooks_bring_back_is_there_before_it_is_read(happened, engine):
+    """Rule 41: copies that ``save_on_cpu`` makes for a lazy replay go to the stream that the replay runs on."""
+    assert happened["inputs that hooks bring back" + engine] == [[True], [True, True]]
 
 
 def test_on_forwards_stream_nothing_waits(happened):
@@ -70,11 +88,12 @@ def test_on_forwards_stream_nothing_waits(happened):
     assert happened["same stream"] == [REPLAY, [True, True]]
 
 
-def test_casts_of_a_replay_on_the_side_are_its_own(happened):
-    """Rule 41: the caller's autocast would hand them to work that has not waited for them."""
-    forward, beside_nothing, aside, afterwards = happened["casts"]
-    assert [forward, beside_nothing, afterwards] == [True] * 3
-    assert not aside
+@pytest.mark.parametrize("around", ["", ", function mode"])
+def test_casts_of_a_replay_on_another_stream_are_its_own(happened, around):
+    """Rule 41: the caller's autocast would hand them to work that has not waited for them, or the other way round."""
+    forward, prefired, aside, moved, afterwards = happened["casts" + around]
+    assert [forward, prefired, afterwards] == [True] * 3
+    assert [aside, moved] == [False] * 2
 
 
 @BOTH_ENGINES

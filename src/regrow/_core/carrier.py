@@ -23,8 +23,8 @@ _log = logging.getLogger("regrow")
 def carry(work: Callable[[], None]) -> None:
     """Run work inside a graph task of its own; what it raises is raised here."""
     with torch.enable_grad():
-        root = _Carrier.apply(torch.empty(0, requires_grad=True), work)  # type: ignore[no-untyped-call]
-    root.backward(torch.empty(0))
+        root = _Carrier.apply(torch.empty(0, device="cpu", requires_grad=True), work)  # type: ignore[no-untyped-call]
+    root.backward(torch.empty(0, device="cpu"))  # whatever the default device is: on this thread
 
 
 @lru_cache(maxsize=4096)

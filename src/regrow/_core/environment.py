@@ -125,13 +125,12 @@ class Restored:
     _stack: ExitStack | None = None
     _cpu_rng: torch.Tensor | None = None
     _device_rng: DeviceStates = ()
-    _moved: ExitStack | None = None
     _recast = False
 
-    def __init__(self, environment: Environment, *, aside: bool = False) -> None:
-        """Prepare it; ``aside`` leaves work to the streams of this thread, rather than to forward's."""
+    def __init__(self, environment: Environment, *, apart: bool = False) -> None:
+        """Prepare it; ``apart`` says that work inside is on other streams than the caller's, so casts must be, too."""
         self._environment = environment
-        self._aside = aside
+        self._apart = apart
 
     @property
     def casts_anew(self) -> bool:
@@ -143,13 +142,10 @@ class Restored:
         self._was_grad = torch.is_grad_enabled()
         self._found = flags_compat.surroundings()
         try:
-            if environment.streams and not self._aside and streams.elsewhere(environment.streams):
-                self._moved = streams.entered(environment.streams)
             if environment.differs_from(self._found):
                 self._stack = ExitStack()
                 self._recast = _enter(self._stack, environment)
-            if self._aside and not self._recast:
-                # What is cast beside the caller's work must not be found in it before it is there.
+            if self._apart and not self._recast:
                 self._stack = self._stack or ExitStack()
                 self._stack.enter_context(uncached())
             compat.set_grad_enabled(True)
@@ -175,12 +171,8 @@ class Restored:
             flags_compat.surroundings() != self._found
         ):  # set for the replay, or left by a function that stopped too early
             ambient.set_flags(self._found)
-        try:
-            if self._device_rng:  # late: a device that is gone must not keep the rest from coming back
-                _set_device_states(self._device_rng)
-        finally:
-            if self._moved is not None:
-                self._moved.close()
+        if self._device_rng:  # last: a device that is gone must not keep the rest from coming back
+            _set_device_states(self._device_rng)
 
 
 def _enter(stack: ExitStack, environment: Environment) -> bool:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from regrow._core.regions import Entry
     from regrow._core.session import Session, Unread
     from regrow._core.state import State
-    from regrow._core.streams import Aside
 
 # Whose replay it is: a session, the id of a graph task, or an object of its own for a read outside backward.
 Owner = Any
@@ -53,12 +52,12 @@ class Frame(ABC):
     Attributes:
         label: the function, with its module path where known.
         bound: the session the call belongs to, from prefire or creation until clear.
-        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7). Where the first
-            read is to be noticed, what stands for it until then.
+        active_session: `bound` while a context of it is open, else None. Read without a lock (Rule 7). While somebody
+            listens, what stands for it until it is read for the first time.
         consume: whether a read lets the value go. Read without a lock (Rule 7).
         complete: whether forward has returned.
         replays: what was replayed, by owner.
-        lock: held while the call is replayed, never together with the control lock.
+        lock: held while the call is replayed, never taken under the control lock.
         inner: the calls that forward of this one made, weakly, in order; None if it made none.
         number: how it is told of; 0 until somebody listens.
         around: while forward runs, the call whose forward made this one.
@@ -73,7 +72,6 @@ class Frame(ABC):
         silent: whether forward leaves no graph.
         cells: what the cells of the function held before forward; afterwards None, unless it is numbers and the like.
         closure: what the function closed over when forward returned; None if nothing, or if it is in ``cells``.
-        aside: a replay on other streams than forward's that nobody has read yet, or None.
         learns: whether what dw reads must be learned by `watch`; else `trim` knows by itself.
     """
 
@@ -94,7 +92,6 @@ class Frame(ABC):
     silent: bool = False
     cells: list[Any] | None = None
     closure: Closure | None = None
-    aside: Aside | None = None
     learns: bool = True
 
     def __init__(self, label: str) -> None:
@@ -118,14 +115,6 @@ class Frame(ABC):
             if frame.inner is not None:
                 found += [inner for inner in (place() for place in frame.inner) if inner is not None]
         return found
-
-    def join(self) -> None:
-        """Somebody reads here: what was replayed aside is waited for."""
-        with self.lock:
-            aside = self.aside
-            if aside is not None and aside.is_queued:
-                self.aside = None
-                aside.join(self.values(aside.owner))
 
     @abstractmethod
     def hooks(self) -> compat.Hooks:

@@ -63,7 +63,7 @@ class Graft:
         """The inputs as the region gets them."""
         found = list(inputs)
         if self._gated:
-            key = torch.empty(0, requires_grad=True)
+            key = torch.empty(0, device="cpu", requires_grad=True)
             opened = _Gate.apply(key, *(inputs[index] for index in self._gated))  # type: ignore[no-untyped-call]
             self._gate = opened[0].grad_fn
             for index, tensor in zip(self._gated, opened, strict=True):
@@ -74,7 +74,7 @@ class Graft:
         """The region has returned these, of those that take a gradient."""
         self._roots = edges_of(outputs)
         if any(compat.is_accumulator(node) for node in self._nodes()):
-            self.trigger = torch.empty(0, requires_grad=True)
+            self.trigger = torch.empty(0, device="cpu", requires_grad=True)
 
     def bridge(self, values: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs in a replay.

@@ -179,7 +179,7 @@ def all_again(
         if compat.functorch_active():
             values.update((id(output), output.read(label, region).requires_grad_()) for output in bridged)
         elif bridged:
-            gate = torch.empty(0, requires_grad=True)
+            gate = torch.empty(0, device="cpu", requires_grad=True)
             sources = [tensor for tensor in inputs if tensor.requires_grad]
             found = _Bridge.apply((label, region), bridged, gate, *sources)  # type: ignore[no-untyped-call]
             values.update(zip(map(id, bridged), found, strict=True))

@@ -38,16 +38,14 @@ class Session:
     def activate(self, frame: Frame) -> None:
         """Tell a frame whether a context is open, and whether reads let go."""
         open_here = self if self.contexts else None
-        noticed = open_here is not None and (events.listeners or frame.aside is not None)
-        frame.active_session = Unread(self) if noticed else open_here
+        frame.active_session = Unread(self) if open_here is not None and events.listeners else open_here
         frame.consume = bool(self.contexts) and not self.contexts[-1].retain
 
 
 class Unread:
-    """Stands for a session on a call until the first read in a context, where that is to be noticed.
+    """Stands for a session on a call until the first read in a context; only while somebody listens.
 
-    That is while somebody listens, and where the replay is on a stream of its own. It is nobody's owner, so the first
-    read takes the slow path, and the others read fields.
+    It is nobody's owner, so the first read takes the slow path, where it is noted, and the others read fields.
     """
 
     __slots__ = ("session",)
@@ -143,13 +141,6 @@ def bind_nest(frame: Frame, session_id: Hashable) -> tuple[Session, list[Frame]]
     return session, free
 
 
-def fired_aside(frame: Frame) -> None:
-    """A replay for the session of a frame begins on streams of its own: the first read is to be noticed."""
-    with _control:
-        if frame.bound is not None:
-            frame.bound.activate(frame)
-
-
 def unbind(frames: Iterable[Frame], session: Session) -> None:
     """Undo a binding: the frames are free for any session."""
     with _control:
@@ -187,9 +178,8 @@ def clear(session_id: Hashable) -> None:
 
 
 def read(frame: Frame, unread: Unread) -> Session:
-    """The first read of a call in a context: note it, wait for it, and have the others read fields."""
+    """The first read of a call in a context: note it, and have the others read fields."""
     telling.asked(frame, unread.session)
-    frame.join()
     with _control:
         if frame.active_session is unread:
             frame.active_session = unread.session

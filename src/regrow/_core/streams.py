@@ -12,8 +12,8 @@ told to the allocator (``record_stream``), and whoever uses it must wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,22 +39,28 @@ def elsewhere(wanted: Streams) -> bool:
     return wanted != () and current(device for device, _ in wanted) != wanted
 
 
-def entered(wanted: Streams) -> ExitStack:
-    """Queue work there until the stack is closed; then the streams of now wait for it."""
-    stack = ExitStack()
+@contextmanager
+def entered(wanted: Streams) -> Iterator[bool]:
+    """Queue work there, and have the streams of now wait for it; tells whether they are others."""
     here = current(device for device, _ in wanted)
-    for (device, there), (_, left) in zip(wanted, here, strict=True):
-        if left != there:
-            module = torch.get_device_module(device.type)
-            stack.callback(left.wait_stream, there)
-            device_now = module.current_device()  # which to enter a stream may change
-            stack.enter_context(module.stream(there))
-            stack.enter_context(module.device(device_now))
-    return stack
+    if here == wanted:
+        yield False
+        return
+    with ExitStack() as stack:
+        for (device, there), (_, left) in zip(wanted, here, strict=True):
+            if left != there:
+                module = torch.get_device_module(device.type)
+                stack.callback(left.wait_stream, there)
+                device_now = module.current_device()  # which to enter a stream may change
+                stack.enter_context(module.stream(there))
+                stack.enter_context(module.device(device_now))
+        yield True
 
 
 class Aside:
     """A replay whose work is queued on other streams than forward's, and has not been waited for.
+
+    Until it is joined, what it brings back is its own, and nobody else's to read.
 
     Attributes:
         owner: whose replay it is.
@@ -63,18 +69,19 @@ class Aside:
 
     __slots__ = ("_events", "_forward", "_own", "is_queued", "owner")
 
-    def __init__(self, owner: Any, forward: Streams, inputs: Iterable[torch.Tensor]) -> None:
-        """Wait for what forward's streams hold by now; the allocator learns who reads the inputs."""
+    def __init__(self, owner: Any, forward: Streams) -> None:
+        """Wait for what forward's streams hold by now."""
         self.owner = owner
         self._forward = forward
         self._own = current(device for device, _ in forward)
         self._events: list[Any] = []
         self.is_queued = False
-        for (_, there), (_, own) in zip(forward, self._own, strict=True):
-            if own != there:
-                own.wait_stream(there)
-        for tensor in inputs:
-            _tell_allocator(tensor, self._own)
+        for there, own in self._pairs():
+            own.wait_stream(there)
+
+    def reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The allocator learns what it reads that others may let go of."""
+        _tell_allocator(tensors, self._own)
 
     def queued(self) -> None:
         """All of the replay is queued."""
@@ -92,17 +99,27 @@ class Aside:
                 if stream != own:
                     stream.wait_event(event)
                     readers.append((device, stream))
-        for value in values:
-            _tell_allocator(value, readers)
+        _tell_allocator(values, readers)
+
+    def abandon(self) -> None:
+        """Nobody will read it: forward's streams wait, so that what it reads and wrote is not overwritten meanwhile."""
+        for there, own in self._pairs():
+            there.wait_stream(own)
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Forward's streams and its own, where they are not the same."""
+        pairs = zip(self._forward, self._own, strict=True)
+        yield from ((there, own) for (_, there), (_, own) in pairs if there != own)
 
 
-def _tell_allocator(tensor: torch.Tensor, readers: Iterable[tuple[torch.device, Any]]) -> None:
+def _tell_allocator(tensors: Iterable[torch.Tensor], readers: Sequence[tuple[torch.device, Any]]) -> None:
     """Memory of a tensor is not given to others before what its readers have queued by the time it is freed is done."""
     with torch.no_grad(), compat.without_dispatch_modes():
-        for part in _parts(tensor):
+        for tensor in tensors:
             for device, stream in readers:
-                if part.device == device:
-                    part.record_stream(stream)
+                if tensor.device == device:
+                    for part in _parts(tensor):
+                        part.record_stream(stream)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -111,17 +128,10 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
     elif tensor.layout is torch.strided:
-        yield tensor
+        yield tensor.values() if tensor.is_nested else tensor
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
-    else:
-        compressed = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        yield from (
-            (tensor.crow_indices(), tensor.col_indices())
-            if compressed
-            else (
-                tensor.ccol_indices(),
-                tensor.row_indices(),
-            )
-        )
-        yield tensor.values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

@@ -116,7 +116,7 @@ def _enter(frame: ReentrantFrame, tensors: list[torch.Tensor], inside: replaying
         session.bind_new(frame)
     if here is not None or frame.bound is not None:
         frame.split = True
-        frame.trigger = torch.empty(0, requires_grad=True)
+        frame.trigger = torch.empty(0, device="cpu", requires_grad=True)
     return entries
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from regrow import errors
-from regrow._core import compat, events, hooks_compat, leaks, replaying, telling, trees
+from regrow._core import compat, events, hooks_compat, leaks, replaying, streams, telling, trees
 from regrow._core.carrier import say_sharded
 from regrow._core.environment import Environment, Restored, uncached
 from regrow._core.faults import CheckpointError
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 # Names every call that is not split among the targets of a whole backward. Autograd then tells a whole backward from a
 # limited one, and the output of a call that only captures parameters requires a gradient.
-SHARED_TRIGGER = torch.empty(0, requires_grad=True)
+SHARED_TRIGGER = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Own:
@@ -196,8 +196,28 @@ class ReentrantFrame(SplitFrame):
     def _run(
         self, replay: Replay, slots: Slots | None, finish: Callable[[list[torch.Tensor], Leaves], Result]
     ) -> Result:
-        """Run the function with a graph; ``finish`` gets its outputs, and the leaves that stand for the inputs."""
-        restored = Restored(self.environment)
+        """Run the function with a graph, where forward queued its work.
+
+        Args:
+            replay: this one.
+            slots: where to put what is saved; None leaves it to autograd.
+            finish: gets the outputs, and the leaves that stand for the inputs.
+        """
+        wanted = self.environment.streams
+        if not wanted:
+            return self._run_here(replay, slots, finish, apart=False)
+        with streams.entered(wanted) as moved:
+            return self._run_here(replay, slots, finish, apart=moved)
+
+    def _run_here(
+        self,
+        replay: Replay,
+        slots: Slots | None,
+        finish: Callable[[list[torch.Tensor], Leaves], Result],
+        *,
+        apart: bool,
+    ) -> Result:
+        restored = Restored(self.environment, apart=apart)
         with restored:
             here = replaying.thread.here
             reading, here.reading = here.reading, replay

@@ -24,7 +24,7 @@ from regrow._core.kept import Kept
 from regrow._core.lifecycle import Reason, Replay, State
 from regrow._core.regions import Walk
 from regrow._core.returned import function_then
-from regrow._core.session import Session, fired_aside
+from regrow._core.session import Session
 from regrow._core.watch import Watch
 from regrow._engines.hooks import mismatch, slots
 from regrow._engines.hooks.mismatch import Evidence
@@ -56,6 +56,7 @@ class HooksFrame(Frame):
         contexts: contexts to enter around a replay, outermost first.
         kept: what selective checkpointing keeps.
         evidence: what explains a mismatch, with ``debug`` and where values are compared.
+        aside: a replay on other streams than forward's that nobody has waited for yet, or None.
 
     Memory: holds what autograd would hold of the inputs, from the call until its graph dies.
     """
@@ -63,6 +64,7 @@ class HooksFrame(Frame):
     contexts: tuple[AbstractContextManager[Any], ...] = ()
     kept: tuple[Kept, ...] = ()
     evidence: Evidence | None = None
+    aside: streams.Aside | None = None
 
     def __init__(
         self, function: Callable[..., Any], label: str, inputs: Inputs, environment: Environment, options: Options
@@ -94,15 +96,12 @@ class HooksFrame(Frame):
         if self.state is not None and self.state.is_sharded():
             say_sharded(self.label)
             return
-        if streams.elsewhere(self.environment.streams):
-            self.aside = streams.Aside(session, self.environment.streams, self.inputs.tensors())
-            fired_aside(self)
+        wanted = self.environment.streams
+        self.aside = streams.Aside(session, wanted) if streams.elsewhere(wanted) else None
+        key = self.key(session)
         replay = self.run(session, scheduled=True, prefired=True)
-        if self.aside is not None:
-            self.aside.queued()
-            fired_aside(self)  # also if it has read itself meanwhile
         if replay.state is State.RELEASED:  # the function cleared the session
-            slots.drop(self.saved, session)
+            slots.drop(self.saved, key)
 
     def run(self, owner: Owner, *, scheduled: bool, prefired: bool = False) -> Replay:
         """Replay for an owner. On any error nothing of the replay is left."""
@@ -110,7 +109,8 @@ class HooksFrame(Frame):
         stops = self.early_stop or not self.complete
         stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
-        refill = Refill(self.saved, owner, stop_depth=stop_depth, shared=shared)
+        key = self.key(owner)
+        refill = Refill(self.saved, key, stop_depth=stop_depth, shared=shared)
         outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
         record = telling.begin(self, replay, prefired=prefired) if events.listeners else None
@@ -118,11 +118,13 @@ class HooksFrame(Frame):
         try:
             self._execute(replay, refill, log)
             self._check(refill, log)
+            if isinstance(key, streams.Aside):
+                key.queued()
         except BaseException as error:
             if record is not None:
                 telling.replayed(self, replay, record, failed=True)
             self.release(owner, Reason.FAILED)
-            slots.drop(self.saved, owner)  # also where the function cleared the session before it raised
+            slots.drop(self.saved, key)  # also where the function cleared the session before it raised
             replay.refusal = None  # it is raised; held here it would hold this frame of Python, and that the replay
             if mismatch.is_unexplained(error, self.evidence, log):
                 raise self._mismatch(refill, log).report() from error
@@ -136,13 +138,27 @@ class HooksFrame(Frame):
     def release(self, owner: Owner, reason: Reason) -> None:
         """Drop what the replay for an owner holds."""
         replay = self.replays.pop(owner, None)
-        if self.aside is not None and self.aside.owner is owner:
-            self.aside = None
         if replay is not None:
             if replay.record is not None:
                 telling.released(self, replay, reason)
-            slots.drop(self.saved, owner)
+            key = self.key(owner)
+            slots.drop(self.saved, key)
             replay.advance(State.RELEASED, reason)
+            if isinstance(key, streams.Aside):
+                self.aside = None
+                key.abandon()
+
+    def key(self, owner: Owner) -> Owner:
+        """What stands in the slots for an owner: a replay aside, as long as nobody has waited for it."""
+        return self.aside if self.aside is not None and self.aside.owner is owner else owner
+
+    def join(self) -> None:
+        """Somebody reads here: a replay aside is waited for, and becomes its owner's. Under the lock."""
+        aside = self.aside
+        if aside is not None and aside.is_queued:
+            aside.join(slots.values_of(self.saved, aside))
+            slots.hand_over(self.saved, aside, aside.owner)
+            self.aside = None
 
     def forget(self) -> None:
         """Let go of what selective checkpointing keeps."""
@@ -151,11 +167,11 @@ class HooksFrame(Frame):
 
     def held(self, owner: Owner) -> dict[int, int]:
         """Bytes of the values the slots hold for an owner, by storage."""
-        return slots.held_bytes(self.saved, owner)
+        return slots.held_bytes(self.saved, self.key(owner))
 
     def values(self, owner: Owner) -> list[torch.Tensor]:
         """The values the slots hold for an owner."""
-        return slots.values_of(self.saved, owner)
+        return slots.values_of(self.saved, self.key(owner))
 
     def holdings(self) -> Iterator[Holding]:
         """Inputs, states of generators, what selective checkpointing keeps, and the values in the slots."""
@@ -163,26 +179,41 @@ class HooksFrame(Frame):
         yield from (Holding("generator state", None, state) for state in self.environment.generator_states())
         yield from (Holding("kept", None, tensor) for kept in self.kept for tensor in kept.tensors())
         for owner in list(self.replays):
-            yield from (Holding("replayed", owner, value) for value in slots.values_of(self.saved, owner))
+            yield from (Holding("replayed", owner, value) for value in self.values(owner))
 
     def watch(self, owner: Owner) -> Callable[[], frozenset[int]]:
         """Hold the slots of an owner's values, so that one that dies with its node is still seen to be full."""
-        full = {index: slot for index, slot in slots.alive(self.saved) if slots.holds(slot, owner)}
-        return lambda: frozenset(index for index, slot in full.items() if slots.holds(slot, owner))
+        full = {index: slot for index, slot in slots.alive(self.saved) if slots.holds(slot, self.key(owner))}
+        return lambda: frozenset(index for index, slot in full.items() if slots.holds(slot, self.key(owner)))
 
     def trim(self, owner: Owner, unread: frozenset[int]) -> None:
         """Empty these slots; one that is read all the same brings its values back by a replay of its own."""
         for index, slot in slots.alive(self.saved):
             if index in unread:
-                slots.take(slot, owner, consume=True)
+                slots.take(slot, self.key(owner), consume=True)
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
+        """Where forward queued its work, unless the replay is aside."""
+        wanted, key = self.environment.streams, self.key(replay.owner)
+        if not wanted:
+            self._execute_here(replay, refill, log, apart=False)
+        elif isinstance(key, streams.Aside):
+            key.reads(tensor for kept in self.kept for tensor in kept.tensors())
+            self._execute_here(replay, refill, log, apart=True)
+        else:
+            with streams.entered(wanted) as moved:
+                self._execute_here(replay, refill, log, apart=moved)
+
+    def _execute_here(self, replay: Replay, refill: Refill, log: OperatorLog | None, *, apart: bool) -> None:
         here = replaying.thread.here
         reading, here.reading = here.reading, replay
         try:
             tensors, args, kwargs = self.inputs.bring_back(self.label)
         finally:
             here.reading = reading
+        key = self.key(replay.owner)
+        if isinstance(key, streams.Aside):
+            key.reads(tensors)
         function = function_then(self)
         known = hooks_compat.hooks_on(tensors)
         around, here.replay = here.replay, replay
@@ -190,8 +221,7 @@ class HooksFrame(Frame):
         if compat.functorch_active():
             replay.transforms = compat.transform_level()
         try:
-            aside = self.aside is not None and self.aside.owner is replay.owner
-            with Restored(self.environment, aside=aside):
+            with Restored(self.environment, apart=apart):
                 if self.state is None:
                     self._call(function, args, kwargs, refill, log, replay, None)
                 else:

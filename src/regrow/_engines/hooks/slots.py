@@ -119,6 +119,16 @@ def drop(saved: list[Saved], owner: Owner) -> None:
             take(slot, owner, consume=True)
 
 
+def hand_over(saved: list[Saved], owner: Owner, to: Owner) -> None:
+    """Values of an owner are another's from now on."""
+    for _, slot in alive(saved):
+        if getattr(slot, "owner", None) == owner:
+            slot.owner = to
+        others = getattr(slot, "others", None)
+        if others and owner in others:
+            others[to] = others.pop(owner)
+
+
 def live_count(saved: list[Saved]) -> int:
     """How many slots there are up to the last one that a graph node still holds."""
     count = len(saved)

@@ -69,9 +69,9 @@ def _regrow_eagerly(frame: HooksFrame, slot: Slot) -> torch.Tensor:
 
 def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool) -> torch.Tensor:
     with frame.lock:
-        if frame.aside is not None:
+        if frame.aside is not None:  # whoever reads: what is kept for all replays may come from it as well
             frame.join()
-        before = frame.replays.get(owner)
+        before, key = frame.replays.get(owner), frame.key(owner)
         if before is None:
             replay = frame.run(owner, scheduled=scheduled)
             if type(owner) is int:
@@ -79,13 +79,13 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
                 if frame.active_session is None:
                     # Without retain_graph a node frees what it read when it is done; with it, nobody else would.
                     frame.consume = compat.graph_task_keeps_graph()
-        elif slots.holds(slot, owner):
+        elif slots.holds(slot, key):
             replay = before  # another thread's, for the same owner
         else:
             replay = _again(frame, owner, before, scheduled=scheduled)
-        value, intact = slots.take(slot, owner, consume=frame.consume)
+        value, intact = slots.take(slot, key, consume=frame.consume)
         if replay.state is State.RELEASED:  # the session was cleared while its replay ran
-            slots.drop(frame.saved, owner)
+            slots.drop(frame.saved, key)
     if not intact:
         raise ValueChangedError(frame.label, slots.index_of(frame.saved, slot))
     # None if the function cleared the session that asked: then it is this backward's own to replay.
