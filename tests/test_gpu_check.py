@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import regrow
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("gpu_check", "accelerator_checks", "stream_checks", "subject")
 
 
 @pytest.fixture
@@ -22,12 +24,12 @@ def tool():
     """The script and what it checks, which stand next to each other and are no package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("gpu_check", "accelerator_checks")})
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
 
 
 @pytest.fixture
 def setting(tool):
-    return tool.accelerator_checks.Setting(torch.device("cpu"), quick=True)
+    return tool.subject.Setting(torch.device("cpu"), quick=True)
 
 
 def test_every_check_that_means_something_on_a_cpu_is_right_there(tmp_path):
@@ -65,6 +67,27 @@ def test_a_checkpoint_that_does_less_is_found_out(tool, setting, monkeypatch, ch
     (result,) = tool.gpu_check.results(setting, checks, limit_s=60.0)
     assert result.outcome == "wrong"
     assert why in result.why
+
+
+class NoStreams:
+    """A device module and a stream at once: everything is done where it is asked for, and never said to be over."""
+
+    def __init__(self):
+        self.Stream = self.current_stream = self.record_event = lambda: self
+        self.synchronize = lambda: None
+        self.query = lambda: False
+        self.stream = lambda stream: nullcontext()
+
+
+def test_the_check_of_streams_runs_through(tool, monkeypatch):
+    """There is no stream here; what it does around them is right, and without anything beside a replay it says so."""
+    monkeypatch.setattr(tool.subject.Setting, "module", NoStreams())
+    monkeypatch.setattr(tool.subject.Setting, "on_cpu", False)
+    setting = tool.subject.Setting(torch.device("cpu"), quick=True)
+    assert tool.stream_checks.side_stream(setting)["replays beside which forward's stream got work done"] == 6
+    setting.module.query = lambda: True
+    with pytest.raises(tool.subject.WrongError, match="nothing ran beside"):
+        tool.stream_checks.side_stream(setting)
 
 
 def test_what_does_not_get_its_turn_is_no_success(tool, monkeypatch, capsys):

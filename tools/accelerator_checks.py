@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -25,121 +24,24 @@ from figures import RatioOf, compare
 from harness import Plan, measure
 from regrow.cli import memory
 from regrow.pipelining import PipelineStage, attach
-
-SESSION = "check"
-ENGINES = {"hooks": False, "reentrant": True}
-
-Found = dict[str, Any]
-Call = Callable[..., Any]
-
-
-class WrongError(Exception):
-    """A check found something that is not right."""
-
-
-class MeaninglessError(Exception):
-    """A check has no meaning on this device; the text says why."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where the checks run, and how thoroughly."""
-
-    device: torch.device
-    quick: bool
-
-    @property
-    def module(self) -> Any:
-        """The module that drives the device."""
-        return torch.get_device_module(self.device.type)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the host itself is the device."""
-        return self.device.type == "cpu"
-
-    def pick(self, full: int, quick: int) -> int:
-        """A size or a count."""
-        return quick if self.quick else full
-
-    def rng_state(self) -> Tensor:
-        """Of the device's generator."""
-        state: Tensor = torch.get_rng_state() if self.on_cpu else self.module.get_rng_state()
-        return state
-
-    def wait(self) -> None:
-        """Until the device has done all it was given."""
-        if not self.on_cpu:
-            self.module.synchronize()
-
-
-class Block(nn.Module):
-    """A feed-forward block with dropout that counts its runs."""
-
-    def __init__(self, width: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-        self.runs = 0
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The residual block."""
-        self.runs += 1
-        hidden = self.up(self.norm(x))
-        self.dtypes.append(hidden.dtype)
-        result: Tensor = x + self.dropout(self.down(nn.functional.gelu(hidden)))
-        return result
-
-
-def plain(function: Call, *args: Any) -> Any:
-    """The call without a checkpoint."""
-    return function(*args)
-
-
-def model_and_input(setting: Setting, *, dropout: float = 0.0, n_blocks: int = 2) -> tuple[nn.Sequential, Tensor]:
-    """The same every time."""
-    torch.manual_seed(7)
-    width, rows = setting.pick(1024, 64), setting.pick(4096, 32)
-    model = nn.Sequential(*[Block(width, dropout) for _ in range(n_blocks)]).to(setting.device)
-    return model, torch.randn(rows, width, device=setting.device, requires_grad=True)
-
-
-def blocks_of(model: nn.Sequential) -> list[Block]:
-    """Its blocks."""
-    return [block for block in model if isinstance(block, Block)]
-
-
-def forward(model: nn.Sequential, x: Tensor, call: Call) -> Tensor:
-    """Every block through ``call``."""
-    for block in model:
-        x = call(block, x)
-    return x
-
-
-def gradients(model: nn.Sequential, x: Tensor) -> list[Tensor | None]:
-    """Of the input and of every parameter; they are taken away."""
-    leaves = [x, *model.parameters()]
-    found = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return found
-
-
-def expect_same(got: list[Tensor | None], want: list[Tensor | None], what: str) -> None:
-    """Bit for bit."""
-    for index, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        if ours is None or theirs is None or not torch.equal(ours, theirs):
-            far = "one is missing" if ours is None or theirs is None else f"by up to {(ours - theirs).abs().max():.3g}"
-            raise WrongError(f"{what}: gradient {index} of {len(got)} is not that of plain autograd ({far})")
-
-
-def expect_runs(model: nn.Sequential, runs: int, what: str) -> None:
-    """Forward and replays, counted in each block."""
-    counted = [block.runs for block in blocks_of(model)]
-    if set(counted) != {runs}:
-        raise WrongError(f"{what}: blocks ran {counted} times, not {runs} each")
+from stream_checks import side_stream
+from subject import (
+    ENGINES,
+    SESSION,
+    Call,
+    Found,
+    MeaninglessError,
+    Setting,
+    WrongError,
+    blocks_of,
+    expect_runs,
+    expect_same,
+    forward,
+    gradients,
+    model_and_input,
+    plain,
+    without,
+)
 
 
 def on_each_engine(check: Callable[[Setting, Call], Found]) -> Callable[[Setting], Found]:
@@ -182,15 +84,6 @@ def dx_and_dw(model: nn.Sequential, x: Tensor, out: Tensor, run: Callable[..., A
     expect_same([dx], found[:1], "dx next to the whole backward")
     expect_runs(model, 2, "dx and dw")
     return found
-
-
-def without(setting: Setting, around: Any = None, call: Call = plain, **options: Any) -> list[Tensor | None]:
-    """What plain autograd gives."""
-    model, x = model_and_input(setting, **options)
-    with around or nullcontext():
-        out = forward(model, x, call)
-    out.float().square().mean().backward()
-    return gradients(model, x)
 
 
 @on_each_engine
@@ -263,34 +156,6 @@ def on_a_bare_thread(work: Call, *args: Any) -> Any:
     """Run it on a thread of its own, which is joined; what it raises is raised here."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *args).result()
-
-
-def side_stream(setting: Setting) -> Found:
-    """Replays on a stream of their own, while forward's stream allocates, overwrites and frees memory beside them."""
-    if setting.on_cpu:
-        raise MeaninglessError("the CPU has no streams")
-    want = without(setting)
-    side, beside = setting.module.Stream(), 0
-    rounds = setting.pick(20, 3)
-    for _ in range(rounds):
-        model, x = model_and_input(setting)
-        with regrow.recompute_handle_collector_ctx() as handles:
-            out = forward(model, x, regrow.checkpoint)
-        setting.wait()
-        with setting.module.stream(side):
-            slow = torch.randn(4096, 4096, device=x.device)
-            for _ in range(20):  # the replay stands behind this, so a reader that does not wait reads too early
-                slow = slow @ slow * 1e-3
-            for handle in reversed(handles):
-                regrow.recompute_handle(handle, SESSION)
-            end = side.record_event()
-        churn = [torch.full_like(x, float("nan")) for _ in range(8)]
-        del churn
-        own = setting.module.current_stream().record_event()
-        own.synchronize()
-        beside += not end.query()  # forward's stream has done its work, the replay is still under way
-        expect_same(dx_and_dw(model, x, out), want, "replayed on a stream of its own")
-    return {"rounds": rounds, "rounds in which work ran beside the replay": beside}
 
 
 def bytes_at_peak(setting: Setting) -> Found:

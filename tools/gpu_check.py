@@ -29,7 +29,8 @@ import torch
 
 try:
     import regrow
-    from accelerator_checks import CHECKS, Found, MeaninglessError, Setting
+    from accelerator_checks import CHECKS
+    from subject import Found, MeaninglessError, Setting
 except ImportError as error:
     print(error)
     sys.exit(2)
@@ -83,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     found = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(options.device or (found.type if found is not None else "cpu"))
+    if device.index is not None:
+        torch.get_device_module(device.type).set_device(device)  # all that asks for the current one
     setting = Setting(device, options.quick)
     where = machine(setting)
     print(", ".join(f"{key} {value}" for key, value in where.items()), flush=True)
