@@ -186,7 +186,7 @@ def check_options(
             given = ", ".join(name for name, is_given in unable.items() if is_given)
             raise ValueError(
                 f"{given}: not with use_reentrant=True, which keeps and compares no saved tensors. "
-                "Leave use_reentrant at False for selective checkpointing, contexts and the operator log."
+                "Leave use_reentrant at False for selective checkpointing, contexts, the operator log and values."
             )
         return ReentrantOptions(preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
     return Options(

@@ -271,7 +271,8 @@ def captured_graph(label: str, name: str) -> str:
     what = f"captures {name!r}, a tensor that" if name else "captures a tensor that"
     return (
         f"{label}: {what} was computed outside and needs a gradient. With use_reentrant=True backward would run "
-        "through the graph outside at the wrong time. Pass it as an argument, or leave use_reentrant at False."
+        "through the graph outside at the wrong time. Pass it as an argument, or leave use_reentrant at False (for a "
+        "weight that functional_call puts in place there is no other way)."
     )
 
 

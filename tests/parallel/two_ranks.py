@@ -62,9 +62,13 @@ class Net(nn.Module):
             x = self.call(block, x)
         return x
 
+    def runs_so_far(self) -> list[int]:
+        """Runs since they were last counted."""
+        return [block.runs for block in self.blocks]
+
     def counted(self) -> list[int]:
         """Runs since the last time."""
-        runs = [block.runs for block in self.blocks]
+        runs = self.runs_so_far()
         for block in self.blocks:
             block.runs = 0
         return runs
@@ -141,7 +145,7 @@ def sharded(where: str, reshard: bool, mode: str, *, use_reentrant: bool) -> dic
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard).set_custom_all_gather(CountedAllGather())
     fully_shard(model, mesh=mesh)
-    found: dict[str, Any] = {"same": [], "gathered": [], "order": [], "runs": []}
+    found: dict[str, Any] = {"same": [], "gathered": [], "order": [], "runs": [], "early": []}
     for step in range(STEPS):
         CountedAllGather.calls = 0
         model.zero_grad()
@@ -154,6 +158,7 @@ def sharded(where: str, reshard: bool, mode: str, *, use_reentrant: bool) -> dic
             for handle in reversed(handles) if mode != "lazy" else ():
                 regrow.recompute_handle(handle, name, carrier=mode == "carrier")
         found["order"].append(order_of_forward(model))
+        found["early"].append(model.runs_so_far())
         with regrow.recompute_session_ctx(name):
             loss.backward()
         regrow.clear_recompute_session(name)

@@ -74,9 +74,9 @@ class Support:
         PAGE.write_text(rendered(rows, read()), encoding="utf-8")
 
 
-def works(replays: int) -> Cell:
-    """The cell of a feature that a test has asserted, with the replays it counted."""
-    return {"is": "works", "replays": replays}
+def works(replays: int, but: str = "") -> Cell:
+    """The cell of a feature that a test has asserted, with the replays it counted, and what it asserted beside."""
+    return {"is": "works", **({"but": but} if but else {}), "replays": replays}
 
 
 def read() -> dict[str, Found]:

@@ -208,6 +208,21 @@ def functional_around(call: Call) -> Any:
     return grads(x, weight)
 
 
+@feature(TRANSFORMS, "`functional_call` around, with a weight that was computed")
+def functional_around_computed(call: Call) -> Any:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(lambda t: self.lin(t).tanh(), x)
+
+    weight, x = torch.eye(2).requires_grad_(), leaf(1, 2)
+    torch.func.functional_call(Net(), {"lin.weight": weight.exp()}, (x,)).sum().backward()
+    return grads(x, weight)
+
+
 @feature(TRANSFORMS, "`functional_call` inside")
 def functional_inside(call: Call) -> Any:
     net, weight, x = nn.Linear(2, 2, bias=False), torch.eye(2).requires_grad_(), leaf(1, 2)
