@@ -236,3 +236,70 @@ def test_a_hook_on_an_input_stays_off_if_the_replay_fails(engine):
         out.sum().backward()
     regrow.clear_recompute_session(session)
     assert torch.equal(x.grad, torch.autograd.grad((x.sin().exp()).sum(), x)[0] * 3)
+
+
+@pytest.mark.parametrize("where", ["parameter", "captured"])
+def test_a_hook_that_the_function_puts_on_what_it_reaches_fires_once(same_grads, where):
+    """Rule 3: on a parameter of the module, or on a tensor that it captures."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            self.weight.register_hook(lambda grad: grad * 2)
+            return (x * self.weight).sin()
+
+    def program(call):
+        x, w, module = torch.randn(3, requires_grad=True), torch.ones(3, requires_grad=True), Scaled()
+
+        def function(t):
+            w.register_hook(lambda grad: grad * 2)
+            return (t * w).sin()
+
+        call(module if where == "parameter" else function, x).sum().backward()
+        return x.grad, w.grad, module.weight.grad
+
+    same_grads(program)
+
+
+@pytest.mark.only("hooks", because="inputs of the other engine's replays are tensors of their own")
+def test_a_hook_that_is_replaced_at_every_call_stays_one(same_grads):
+    """Rule 3: the function takes away the hook of its last run, in the replay as well, and puts on another."""
+
+    def program(call):
+        known = {}
+
+        def function(t):
+            if "hook" in known:
+                known["hook"].remove()
+            known["hook"] = t.register_hook(lambda grad: grad * 2)
+            return t.sin().exp()
+
+        x = torch.randn(3, requires_grad=True)
+        for _ in range(3):
+            call(function, x).sum().backward()
+        return x.grad, len(x._backward_hooks)
+
+    same_grads(program)
+
+
+def test_a_hook_that_the_replay_takes_away_is_forwards_still(same_grads):
+    """Rule 3: the hook is there for backward, as without a checkpoint, though the function would remove it by then."""
+
+    def program(call):
+        known = []
+
+        def function(t):
+            if known:
+                known.pop().remove()
+            else:
+                known.append(t.register_hook(lambda grad: grad * 2))
+            return t.sin().exp()
+
+        x = torch.randn(3, requires_grad=True)
+        call(function, x * 1).sum().backward()
+        return x.grad
+
+    same_grads(program)

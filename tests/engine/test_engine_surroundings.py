@@ -429,3 +429,34 @@ def test_a_call_that_asks_no_subclass_is_replayed_so(same_grads):
         return x.grad
 
     same_grads(program)
+
+
+class Louder(TorchFunctionMode):
+    """A mode that changes sines."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 1.7 if func is torch.sin else out
+
+
+ASKED = {
+    "all": nullcontext,
+    "modes": torch._C.DisableTorchFunctionSubclass,
+    "nobody": torch._C.DisableTorchFunction,
+}
+
+
+@pytest.mark.parametrize("behind", list(ASKED))
+@pytest.mark.parametrize("forward", list(ASKED))
+def test_a_replay_asks_whom_forward_asked(same_grads, forward, behind):
+    """Rule 3: subclasses and modes, modes alone, or nobody, whoever is asked around backward."""
+
+    def program(call):
+        x = torch.randn(4, requires_grad=True)
+        with Louder(), ASKED[forward]():
+            out = call(lambda t: torch.sin(t).exp() * torch.sin(t), x)
+        with ASKED[behind]():
+            torch.autograd.backward([out.sum()])
+        return x.grad
+
+    same_grads(program)

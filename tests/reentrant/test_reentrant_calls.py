@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 
 import regrow
 from regrow import CheckpointError, InputChangedError, ReplayMismatchError
@@ -628,3 +629,31 @@ def test_a_buffer_that_needs_a_gradient_is_refused():
     layer.register_buffer("scale", leaf(3))
     with pytest.raises(ValueError, match=r"buffer Linear.scale.*Make it a parameter"):
         call(layer, leaf(3))
+
+
+class Symmetric(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+def test_weights_that_are_cached_around_a_call_keep_their_graph():
+    """Rule 35: ``parametrize.cached()``: what forward computes without a graph is not found by code behind it."""
+
+    def program(run):
+        layer, x = nn.Linear(3, 3), leaf(2, 3)
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+        with parametrize.cached():
+            out = run(lambda t: layer(layer(t).sin()), x)
+            behind = layer(x).sin()
+            out.sum().backward()  # a replay inside the cache
+        behind.sum().backward()
+        return x.grad.clone(), *[p.grad.clone() for p in layer.parameters()]
+
+    torch.manual_seed(SEED)
+    layer, x = nn.Linear(3, 3), leaf(2, 3)  # the oracle: backward through a cached weight twice needs one cache each
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    (layer(layer(x).sin()).sum() + layer(x).sin().sum()).backward()
+    torch.manual_seed(SEED)
+    torch.testing.assert_close(program(call), (x.grad, *[p.grad for p in layer.parameters()]))

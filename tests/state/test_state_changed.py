@@ -15,6 +15,7 @@ from regrow import (
     recompute_handle_collector_ctx,
     recompute_session_ctx,
 )
+from regrow._core.carrier import say_sharded
 
 REGIONS = {
     "view written, base returned": lambda x, s: ((h := x * s).view(-1)[1:].mul_(2), h)[1],
@@ -263,11 +264,68 @@ def test_a_regrown_value_that_is_overwritten_before_it_is_read_is_refused(engine
     assert (len(made), x.grad) == (2, None)
 
 
-def test_a_parameter_that_was_replaced_meanwhile_is_refused(engine, anywhere):
-    """Rule 24: the gradient would not be that of the parameter that forward used."""
-    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
-    loss = engine.checkpoint(lambda x: layer(x).sin(), x).sum()
-    layer.weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(StateChangedError):
+@pytest.mark.parametrize("kind", [nn.Parameter, type("OfItsOwn", (nn.Parameter,), {})], ids=["parameter", "subclass"])
+def test_a_parameter_that_was_replaced_meanwhile_is_forwards_in_the_replay(same_grads, anywhere, kind):
+    """Rule 24: forward's takes the gradient, and the new one is in place afterwards."""
+
+    def program(call):
+        layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+        layer.weight = was = kind(layer.weight.detach().clone())
+        loss = call(lambda x: layer(x).sin(), x).sum()
+        layer.weight = now = kind(torch.zeros(4, 4))
         anywhere(loss.backward)
-    assert x.grad is None
+        assert layer.weight is now
+        assert now.grad is None
+        return x.grad, was.grad, layer.bias.grad
+
+    same_grads(program)
+
+
+@pytest.mark.parametrize("first", ["added", "taken away", "registered later"])
+def test_a_parameter_that_comes_or_goes_meanwhile(same_grads, anywhere, first):
+    """Rule 24: the replay has those of forward, by name, and what there is afterwards is there again."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(0.5, 1, 4))
+            if first != "registered later":
+                self.register_parameter("b", nn.Parameter(torch.ones(4)) if first == "taken away" else None)
+
+        def forward(self, x):
+            b = getattr(self, "b", None)
+            return (x * self.w if b is None else x * self.w + b).sin()
+
+    def program(call):
+        module, x = Shifted(), torch.randn(3, 4, requires_grad=True)
+        was = getattr(module, "b", None)
+        loss = call(module, x).sum()
+        module.register_parameter("b", now := None if first == "taken away" else nn.Parameter(torch.ones(4)))
+        anywhere(loss.backward)
+        assert module.b is now
+        return x.grad, module.w.grad, None if was is None else was.grad
+
+    same_grads(program)
+
+
+def test_a_prefire_without_the_memory_of_its_parameters_leaves_the_replay_to_backward(same_grads, caplog):
+    """Rule 31: as under FSDP, which frees whole parameters between forward and backward."""
+
+    def program(call):
+        layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+        with recompute_handle_collector_ctx() as handles:
+            loss = call(lambda t: layer(t).sin(), x).sum()
+        storage, values = layer.weight.untyped_storage(), layer.weight.detach().clone()
+        n_bytes = storage.nbytes()
+        storage.resize_(0)
+        for handle in handles:
+            recompute_handle(handle, "step")
+        storage.resize_(n_bytes)
+        layer.weight.data.copy_(values)
+        loss.backward()
+        clear_recompute_session("step")
+        return x.grad, layer.weight.grad
+
+    say_sharded.cache_clear()
+    same_grads(program)
+    assert "not replayed ahead of backward" in caplog.text

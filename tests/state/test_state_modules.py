@@ -460,3 +460,28 @@ def test_a_plain_tensor_with_a_graph_is_refused_by_the_reentrant_engine():
     model = Tied(partial(regrow.checkpoint, use_reentrant=True))
     with pytest.raises(ValueError, match=r"captures 'self\.layer\.weight', a tensor that was computed outside"):
         torch.func.functional_call(model, {"layer.weight": weight * 2}, (torch.ones(1, 2),))
+
+
+class OfItsOwn(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda t: t.as_subclass(OfItsOwn).requires_grad_(), nn.Parameter, lambda t: t.requires_grad_()],
+    ids=["subclass", "parameter", "plain"],
+)
+def test_what_stood_for_parameters_stands_there_whatever_it_is(same_in_any_way, made):
+    """Rule 24: by `functional_call`, and one stood for a parameter that is None."""
+
+    def program(run):
+        model, x = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+        given = {"0.weight": made(torch.randn(4, 4)), "0.bias": made(torch.randn(4))}
+        net = Tied(run)
+        net.layer = model
+        out = torch.func.functional_call(net, {f"layer.{name}": tensor for name, tensor in given.items()}, (x,))
+        run.backward(out.as_subclass(torch.Tensor).sum())
+        assert model[0].bias is None
+        return x.grad, *(tensor.grad.as_subclass(torch.Tensor) for tensor in given.values())
+
+    same_in_any_way(program)

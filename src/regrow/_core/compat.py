@@ -5,8 +5,8 @@ A name that is missing is found here, when regrow is first used, and named with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -81,14 +81,15 @@ _function_mode_at: Callable[[int], Any] = _private(
     "torch._C", "_get_function_stack_at", "it finds function modes around a call"
 )
 
-# Whether subclasses of tensors are asked what to do, and a context in which they are.
-# Deleted by a public context; torch has one that switches it off.
-function_overrides: Callable[[], bool] = _private(
-    "torch._C", "_is_torch_function_enabled", "replays ask the subclasses that forward asked"
+# Who is asked what an operator does: subclasses of tensors and function modes, modes alone, or nobody.
+# Deleted by public contexts and a query for all three.
+_asks_all: Callable[[], bool] = _private(
+    "torch._C", "_is_torch_function_enabled", "replays ask whom forward asked what operators do"
 )
-_ask_subclasses: Callable[[], AbstractContextManager[Any]] = _private(
-    "torch._C", "_EnableTorchFunction", "replays ask the subclasses that forward asked"
+_asks_nobody: Callable[[], bool] = _private(
+    "torch._C", "_is_torch_function_all_disabled", "replays ask whom forward asked what operators do"
 )
+_ask_all: Any = _private("torch._C", "_EnableTorchFunction", "replays ask whom forward asked what operators do")
 
 _Accumulator: Any = _private("torch._C", "_functions.AccumulateGrad", "a split backward ends at parameters")
 
@@ -149,10 +150,25 @@ _ragged_sizes: Any = _private(
 )
 
 
-def set_function_overrides(wanted: bool) -> AbstractContextManager[Any]:
-    """A context in which subclasses are asked what to do, or are not."""
-    context: AbstractContextManager[Any] = _ask_subclasses() if wanted else torch._C.DisableTorchFunctionSubclass()
-    return context
+ALL, MODES, NOBODY = "all", "modes", "nobody"
+
+
+def asked() -> str:
+    """Who is asked what an operator does."""
+    if _asks_all():
+        return ALL
+    return NOBODY if _asks_nobody() else MODES
+
+
+@contextmanager
+def asking(whom: str) -> Iterator[None]:
+    """Ask these inside."""
+    with _ask_all():
+        if whom == ALL:
+            yield
+        else:
+            with torch._C.DisableTorchFunctionSubclass() if whom == MODES else torch._C.DisableTorchFunction():
+                yield
 
 
 def is_wanted(node: Any) -> bool:
@@ -314,6 +330,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether somebody took a tensor's memory away for a while, as FSDP does with whole parameters.
+
+    Deleted by a public query of what is sharded.
+    """
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 and not tensor.is_meta
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 NO_VERSION = -1

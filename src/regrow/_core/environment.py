@@ -38,9 +38,9 @@ class Environment:
     device_autocast: tuple[Autocast, ...] = ()
     function_modes: tuple[Any, ...] = ()
     registered: tuple[Any, ...] = ()
-    # Whether subclasses were asked what to do, with ``__torch_function__``. Torch does not ask them in a backward that
-    # begins at one of them.
-    overrides = True
+    # Who was asked what operators do, with ``__torch_function__``. In a backward that begins at a tensor of a subclass
+    # torch asks no subclass.
+    asked = compat.ALL
     # Where forward queued its work: on every device in play that has streams.
     streams: streams.Streams = ()
     # A device that sleeps now must not wake up inside forward: its generator could not be captured.
@@ -67,8 +67,9 @@ class Environment:
             self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
-        if not compat.function_overrides():
-            self.overrides = False
+        asked = compat.asked()
+        if asked is not compat.ALL:
+            self.asked = asked
 
     def include(self, tensors: Callable[[], list[torch.Tensor]]) -> None:
         """Forward uses the devices on which these lie, too; they are asked for where there is more than the CPU."""
@@ -106,7 +107,7 @@ class Environment:
         """Whether anything but RNG and grad mode is not here as it was in forward."""
         return (
             here != self.surroundings
-            or compat.function_overrides() is not self.overrides
+            or compat.asked() is not self.asked
             or compat.function_mode_count() > 0
             or self.function_modes != ()
             or self.registered != ()
@@ -177,8 +178,8 @@ class Restored:
 
 def _enter(stack: ExitStack, environment: Environment) -> bool:
     """Enter what is not here as it was in forward; whether autocast was."""
-    if compat.function_overrides() is not environment.overrides:
-        stack.enter_context(compat.set_function_overrides(environment.overrides))
+    if compat.asked() is not environment.asked:
+        stack.enter_context(compat.asking(environment.asked))
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(mode=False))
     recast = flags_compat.surroundings()[:3] != environment.surroundings[:3] or environment.device_autocast_differs()

@@ -8,8 +8,7 @@ What a parameter or a captured tensor was before it was changed is gone: a repla
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -27,10 +26,11 @@ from regrow._core.watch import Watch
 
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
+_is_leaf = attrgetter("is_leaf")
 
 
 Children = list[tuple[nn.Module, dict[str, "nn.Module | None"]]]
-StoodIn = list[tuple[nn.Module, str, "nn.Parameter | None"]]
+Places = list[tuple[nn.Module, dict[str, "nn.Parameter | None"]]]
 
 
 class State:
@@ -53,7 +53,7 @@ class State:
         "_names",
         "_opaque",
         "_parameters",
-        "_plain",
+        "_places",
         "_requires_grad",
         "_versions",
         "buffers",
@@ -68,8 +68,8 @@ class State:
         self._modes = list(map(_training, self._modules))
         self.buffers = Buffers(self._modules)
         self._children = [(module, dict(module._modules)) for module in self._modules if module._modules]
-        self._parameters = _parameters(self._modules)
-        self._plain = torch.Tensor in map(type, self._parameters)
+        self._places: Places = [(module, dict(module._parameters)) for module in self._modules if module._parameters]
+        self._parameters: list[torch.Tensor] = [p for _, there in self._places for p in there.values() if p is not None]
         self._requires_grad = list(map(_requires_grad, self._parameters))
         self._versions = compat.versions_of(self._parameters)
         # Weakly: forward may write its result into one, and the result's graph holds the frame that holds this.
@@ -95,7 +95,8 @@ class State:
         """Whether shards stand where forward had whole parameters: a replay cannot run until they are gathered."""
         here = _parameters(self._modules)
         then = set(map(id, self._parameters))
-        return any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
+        shards = any(id(parameter) not in then and hasattr(parameter, "placements") for parameter in here)
+        return shards or any(map(compat.is_freed, self._parameters))
 
     @property
     def needs_grad(self) -> bool:
@@ -103,8 +104,10 @@ class State:
         return True in self._requires_grad or any(needs for _, _, needs in self._captured)
 
     def with_graph(self, reached: Reach) -> str | None:
-        """The name of a plain tensor with a graph of its own that stands for a parameter."""
-        found = [p for p in self._parameters if p.requires_grad and not p.is_leaf] if self._plain else []
+        """The name of a tensor with a graph of its own that stands for a parameter, as in `functional_call`."""
+        if all(map(_is_leaf, self._parameters)):
+            return None
+        found = [p for p in self._parameters if p.requires_grad and not p.is_leaf]
         return _names_of(found[:1], reached)[0] if found else None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -133,13 +136,14 @@ class State:
         Raises:
             StateChangedError: a name stands for another module now. What else was changed is watched.
         """
-        everything = self._plain or turns.any_taken() or list(map(_training, self._modules)) != self._modes
+        moved = self._moved()
+        everything = moved != [] or turns.any_taken() or list(map(_training, self._modules)) != self._modes
         wanted = map(id, self._modules) if everything else self.buffers.owners()
         begun = Begun(turns.take(wanted, replay), self._modules, self._parameters)
         try:
             begun.children = _swap_children(self._children)
-            if self._plain:
-                begun.stood_in = _stand_in(self._modules, self._parameters)
+            if moved:
+                begun.places = _swap_parameters(moved)
             stale = self.buffers.stale()
             gone = (buffer.here() for buffer in stale if buffer.start is None)
             lost = [tensor for tensor in gone if tensor is not None]
@@ -175,7 +179,7 @@ class State:
             generator.set_state(state)
 
     def _watch(self, replay: Replay, function: Callable[..., Any], lost: list[torch.Tensor]) -> Watch | None:
-        changed = [tensor for tensor in self._changed() if id(tensor) not in self.own] + self._replaced() + lost
+        changed = [tensor for tensor in self._changed() if id(tensor) not in self.own] + lost
         rebound = self._rebound(replay, function) if self._names else []
         if not changed and not rebound:
             return None
@@ -194,18 +198,14 @@ class State:
                 changed.append(tensor)
         return changed
 
-    def _replaced(self) -> list[torch.Tensor]:
-        """Parameters that stand where forward had others."""
-        here = _parameters(self._modules)
-        if list(map(id, here)) == list(map(id, self._parameters)):
+    def _moved(self) -> Places:
+        """Modules whose parameters are other objects than in forward, and what they had; not where they are sharded."""
+        here = [id(p) for module in self._modules if module._parameters for p in module._parameters.values()]
+        if here == [id(p) for _, there in self._places for p in there.values()]:
             return []
-        then, now = Counter(map(id, self._parameters)), Counter(map(id, here))
-        # Sharded parameters are swapped for whole ones and back by whoever shards them.
-        if now != then and all(type(p) is not nn.Parameter for p in self._parameters if now[id(p)] < then[id(p)]):
-            return []
-        if len(here) == len(self._parameters):
-            return [p for p, was in zip(here, self._parameters, strict=True) if p is not was]
-        return [p for p in here if now[id(p)] > then[id(p)]]
+        then = {id(module): there for module, there in self._places}
+        pairs = ((module, then.get(id(module), {})) for module in self._modules)
+        return [(module, there) for module, there in pairs if _differ(module._parameters, there)]
 
     def _rebound(self, replay: Replay, function: Callable[..., Any]) -> list[tuple[str, torch.Tensor]]:
         """Names that stand for other tensors now: variables of outer functions, globals that were set anew.
@@ -243,8 +243,8 @@ class Begun:
         "modes",
         "modules",
         "parameters",
+        "places",
         "requires_grad",
-        "stood_in",
         "switched",
         "watch",
     )
@@ -257,7 +257,7 @@ class Begun:
         self.requires_grad = list(map(_requires_grad, parameters))
         self.switched: list[tuple[torch.Tensor, bool]] = []
         self.children: Children = []
-        self.stood_in: StoodIn = []
+        self.places: Places = []
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.buffers: buffers.Found = []
         self.watch: Watch | None = None
@@ -265,8 +265,7 @@ class Begun:
     def put_back(self) -> None:
         """The replay has ended, one way or the other."""
         buffers.put_back(self.buffers)
-        for module, name, parameter in self.stood_in:
-            module._parameters[name] = parameter
+        _swap_parameters(self.places)
         _swap_children(self.children)
         if list(map(_training, self.modules)) != self.modes:  # forward's, or switched by a function that stopped
             _set_modes(self.modules, self.modes)
@@ -296,18 +295,24 @@ def _swap_children(wanted: Children) -> Children:
     return [(module, there) for module, there, _ in found]
 
 
-def _stand_in(modules: list[nn.Module], then: list[torch.Tensor]) -> StoodIn:
-    """Plain tensors that stood for parameters, as in `functional_call`, stand there again; return what stood there."""
-    places = [(module, name) for module in modules for name, p in module._parameters.items() if p is not None]
-    if len(places) != len(then):
-        return []
-    found: StoodIn = []
-    for (module, name), tensor in zip(places, then, strict=True):
-        here = module._parameters[name]
-        if type(tensor) is torch.Tensor and here is not tensor:
-            found.append((module, name, here))
-            module._parameters[name] = tensor  # type: ignore[assignment]
+def _swap_parameters(wanted: Places) -> Places:
+    """Give modules the parameters they had, or what stood for them; return what they have."""
+    found = [(module, dict(module._parameters)) for module, _ in wanted]
+    for module, there in wanted:
+        module._parameters.clear()
+        module._parameters.update(there)
     return found
+
+
+def _differ(here: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    """Whether modules have other parameters; not if one is cut into shards otherwise: whoever does that swaps them."""
+    other = [(here.get(name), then.get(name)) for name in {**here, **then} if here.get(name) is not then.get(name)]
+    return other != [] and not any(_cut(one) != _cut(another) for one, another in other)
+
+
+def _cut(tensor: Any) -> tuple[Any, Any]:
+    """How a DTensor is cut; nothing for any other."""
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 def _same(module: nn.Module, children: dict[str, nn.Module | None]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from regrow._core.compat import _private
 
@@ -33,6 +35,31 @@ def active_wrapper() -> DistributedDataParallel | None:
     """The DDP wrapper whose forward runs."""
     wrapper: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
     return wrapper
+
+
+# What parametrize.cached() keeps: weights, with the graph, or without one, of whoever came first.
+# Deleted by a cache that asks whether gradients are enabled.
+_ = _private("torch.nn.utils.parametrize", "_cache", "a call without a graph leaves no cached weights to others")
+_ = _private(
+    "torch.nn.utils.parametrize", "_cache_enabled", "a call without a graph leaves no cached weights to others"
+)
+
+
+def caches_weights() -> bool:
+    """Whether ``parametrize.cached()`` is open."""
+    return parametrize._cache_enabled > 0
+
+
+@contextmanager
+def own_weights() -> Iterator[None]:
+    """Cached weights of outside are not found inside, nor the other way round."""
+    outside = dict(parametrize._cache)
+    parametrize._cache.clear()
+    try:
+        yield
+    finally:
+        parametrize._cache.clear()
+        parametrize._cache.update(outside)
 
 
 # Function.apply without a look for torch.func transforms, which are none here. Deleted if that look becomes cheap.

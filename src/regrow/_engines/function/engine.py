@@ -121,12 +121,12 @@ def _enter(frame: ReentrantFrame, tensors: list[torch.Tensor], inside: replaying
 
 
 def _silently(frame: ReentrantFrame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward without a graph. Weights that autocast casts here carry none, so nobody else may find them."""
+    """Forward without a graph. Weights that are cast or computed here have none, so nobody may find them in a cache."""
     compat.set_grad_enabled(False)
     try:
-        if not frame.environment.casts:
+        if not frame.environment.casts and not _compat.caches_weights():
             return frame.function(*args, **kwargs)
-        with uncached():
+        with uncached(), _compat.own_weights():
             return frame.function(*args, **kwargs)
     finally:
         compat.set_grad_enabled(True)

@@ -8,7 +8,7 @@ ReentrantFrame is what one call leaves behind; `ReentrantFrame.keep` and `once` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from regrow._engines.function import _compat
 from regrow._engines.function.brought import Places
 from regrow._engines.function.data_parallel import Around
 from regrow._engines.function.graph import Graph, Leaves
-from regrow._engines.function.slots import Slots
+from regrow._engines.function.slots import Slots, saving, watching
 
 Result = TypeVar("Result")
 
@@ -226,6 +226,8 @@ class ReentrantFrame(SplitFrame):
             finally:
                 here.reading = reading
             function = function_then(self)
+            hooked = self._hooked(leaves)
+            noted = hooks_compat.hooks_on(hooked)
             around, reentrant = here.replay, here.reentrant
             here.replay, here.reentrant, here.reading = replay, True, None
             if compat.functorch_active():
@@ -239,9 +241,7 @@ class ReentrantFrame(SplitFrame):
                     output = self._call(replay, function, args, kwargs, slots, casts=casts)
             finally:
                 here.replay, here.reading, here.reentrant = around, reading, reentrant
-            hooks_compat.drop_other_hooks(
-                [leaf for leaf in leaves if leaf is not None], None
-            )  # those of forward are there
+                hooks_compat.put_back(hooked, noted)
             if replay.refusal is not None:
                 raise replay.refusal
             if self.inputs.contained and leaks.in_arguments(args, kwargs, self.inputs.opaque):
@@ -312,6 +312,11 @@ class ReentrantFrame(SplitFrame):
         if not self.complete:
             raise RuntimeError(errors.unfinished_forward(self.label))
 
+    def _hooked(self, leaves: Leaves) -> list[torch.Tensor]:
+        """What the function may put hooks on that is not its own."""
+        given = [*(leaf for leaf in leaves if leaf is not None), *self.inputs.tensors()]
+        return given if self.state is None else given + self.state.tensors()
+
     def _call(
         self,
         replay: Replay,
@@ -325,13 +330,15 @@ class ReentrantFrame(SplitFrame):
         with ExitStack() as stack:
             if casts:
                 stack.enter_context(uncached())
+            if _compat.caches_weights():
+                stack.enter_context(_compat.own_weights())
             watch = None
             if self.state is not None:
                 watch = stack.enter_context(self.state.begun(replay, function, complete=True))
             if watch is not None:
-                stack.enter_context(_watching(watch, slots or Slots(self.label)))
+                stack.enter_context(watching(watch, slots or Slots(self.label)))
             elif slots is not None:
-                stack.enter_context(_saving(slots.pack, slots))
+                stack.enter_context(saving(slots.pack, slots))
             output = self._around_regions(replay, function, args, kwargs, watch)
             left = None if self.state is None else leaks.in_modules(self.state.modules)
             if left is not None:
@@ -365,25 +372,6 @@ class ReentrantFrame(SplitFrame):
 
 def _as_they_are(outputs: list[torch.Tensor], leaves: Leaves) -> tuple[list[torch.Tensor], Leaves]:
     return outputs, leaves
-
-
-@contextmanager
-def _saving(pack: Callable[[torch.Tensor], Any], slots: Slots) -> Iterator[None]:
-    """What is saved inside goes into slots."""
-    if compat.hooks_are_searched:
-        compat.mark_hooks(pack, forward=False)
-    compat.push_hooks(pack, slots.unpack)
-    try:
-        yield
-    finally:
-        compat.pop_hooks()
-
-
-@contextmanager
-def _watching(watch: Watch, slots: Slots) -> Iterator[None]:
-    """Operators and what they save are looked at."""
-    with _saving(watch.pack_hook(slots.pack), slots), watch:
-        yield
 
 
 _NOTHING = Inputs([], trees.TENSORS_ONLY)

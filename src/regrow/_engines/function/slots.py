@@ -5,7 +5,7 @@ A node of the replay owns its slot, a slot owns its value. Whoever wants to empt
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -14,6 +14,7 @@ import torch
 
 from regrow._core import compat
 from regrow._core.faults import ValueChangedError
+from regrow._core.watch import Watch
 from regrow._engines.function import _compat
 
 
@@ -96,3 +97,22 @@ class Slots:
                 size = slot.value.nbytes if storage is None else slot.value.untyped_storage().nbytes()
                 held[id(slot) if storage is None else storage] = size
         return held
+
+
+@contextmanager
+def saving(pack: Callable[[torch.Tensor], Any], slots: Slots) -> Iterator[None]:
+    """What is saved inside goes into slots."""
+    if compat.hooks_are_searched:
+        compat.mark_hooks(pack, forward=False)
+    compat.push_hooks(pack, slots.unpack)
+    try:
+        yield
+    finally:
+        compat.pop_hooks()
+
+
+@contextmanager
+def watching(watch: Watch, slots: Slots) -> Iterator[None]:
+    """Operators and what they save are looked at."""
+    with saving(watch.pack_hook(slots.pack), slots), watch:
+        yield

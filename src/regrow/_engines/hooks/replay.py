@@ -215,7 +215,8 @@ class HooksFrame(Frame):
         if isinstance(key, streams.Aside):
             key.reads(tensors)
         function = function_then(self)
-        known = hooks_compat.hooks_on(tensors)
+        hooked = tensors if self.state is None else tensors + self.state.tensors()
+        noted = hooks_compat.hooks_on(hooked)
         around, here.replay = here.replay, replay
         here.reading = None
         if compat.functorch_active():
@@ -229,7 +230,7 @@ class HooksFrame(Frame):
                         self._call(function, args, kwargs, refill, log, replay, watch)
         finally:
             here.replay, here.reading = around, reading
-            hooks_compat.drop_other_hooks(tensors, known)  # those of forward are there
+            hooks_compat.put_back(hooked, noted)
         if replay.refusal is not None:
             raise replay.refusal
 
