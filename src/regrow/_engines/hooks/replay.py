@@ -215,7 +215,7 @@ class HooksFrame(Frame):
         if isinstance(key, streams.Aside):
             key.reads(tensors)
         function = function_then(self)
-        hooked = tensors if self.state is None else tensors + self.state.tensors()
+        hooked = [*tensors, *self.inputs.tensors(), *(() if self.state is None else self.state.tensors())]
         noted = hooks_compat.hooks_on(hooked)
         around, here.replay = here.replay, replay
         here.reading = None
