@@ -215,7 +215,7 @@ class HooksFrame(Frame):
         if isinstance(key, streams.Aside):
             key.reads(tensors)
         function = function_then(self)
-        hooked = [*tensors, *self.inputs.tensors(), *(() if self.state is None else self.state.tensors())]
+        hooked = self._hooked(tensors)
         noted = hooks_compat.hooks_on(hooked)
         around, here.replay = here.replay, replay
         here.reading = None
@@ -233,6 +233,12 @@ class HooksFrame(Frame):
             hooks_compat.put_back(hooked, noted)
         if replay.refusal is not None:
             raise replay.refusal
+
+    def _hooked(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the function may put hooks on that is not its own: what it is given, in forward and now, and reaches."""
+        held = self.inputs.tensors()
+        given = tensors if tensors is held else tensors + held
+        return given if self.state is None else given + self.state.tensors()
 
     def _call(
         self,
