@@ -83,7 +83,7 @@ _function_mode_at: Callable[[int], Any] = _private(
 
 # Who is asked what an operator does: subclasses of tensors and function modes, modes alone, or nobody.
 # Deleted by public contexts and a query for all three.
-_asks_all: Callable[[], bool] = _private(
+asks_all: Callable[[], bool] = _private(
     "torch._C", "_is_torch_function_enabled", "replays ask whom forward asked what operators do"
 )
 _asks_nobody: Callable[[], bool] = _private(
@@ -155,7 +155,7 @@ ALL, MODES, NOBODY = "all", "modes", "nobody"
 
 def asked() -> str:
     """Who is asked what an operator does."""
-    if _asks_all():
+    if asks_all():
         return ALL
     return NOBODY if _asks_nobody() else MODES
 

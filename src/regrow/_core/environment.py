@@ -67,9 +67,8 @@ class Environment:
             self.registered = ambient.captured()
         if compat.function_mode_count():
             self.function_modes = compat.function_modes()
-        asked = compat.asked()
-        if asked is not compat.ALL:
-            self.asked = asked
+        if not compat.asks_all():
+            self.asked = compat.asked()
 
     def include(self, tensors: Callable[[], list[torch.Tensor]]) -> None:
         """Forward uses the devices on which these lie, too; they are asked for where there is more than the CPU."""
@@ -107,7 +106,7 @@ class Environment:
         """Whether anything but RNG and grad mode is not here as it was in forward."""
         return (
             here != self.surroundings
-            or compat.asked() is not self.asked
+            or not (compat.asks_all() if self.asked is compat.ALL else compat.asked() is self.asked)
             or compat.function_mode_count() > 0
             or self.function_modes != ()
             or self.registered != ()

@@ -109,7 +109,7 @@ class HooksFrame(Frame):
         stops = self.early_stop or not self.complete
         stop_depth = len(self.environment.function_modes) if stops else None
         shared = bool(self.replays)
-        key = self.key(owner)
+        key = owner if self.aside is None else self.key(owner)
         refill = Refill(self.saved, key, stop_depth=stop_depth, shared=shared)
         outer = replaying.thread.here.replay or self.outer
         replay = self.replays[owner] = Replay(self.label, owner, scheduled=scheduled, outer=outer)
@@ -141,7 +141,7 @@ class HooksFrame(Frame):
         if replay is not None:
             if replay.record is not None:
                 telling.released(self, replay, reason)
-            key = self.key(owner)
+            key = owner if self.aside is None else self.key(owner)
             slots.drop(self.saved, key)
             replay.advance(State.RELEASED, reason)
             if isinstance(key, streams.Aside):
@@ -194,10 +194,12 @@ class HooksFrame(Frame):
 
     def _execute(self, replay: Replay, refill: Refill, log: OperatorLog | None) -> None:
         """Where forward queued its work, unless the replay is aside."""
-        wanted, key = self.environment.streams, self.key(replay.owner)
+        wanted = self.environment.streams
         if not wanted:
             self._execute_here(replay, refill, log, apart=False)
-        elif isinstance(key, streams.Aside):
+            return
+        key = self.key(replay.owner)
+        if isinstance(key, streams.Aside):
             key.reads(tensor for kept in self.kept for tensor in kept.tensors())
             self._execute_here(replay, refill, log, apart=True)
         else:
@@ -211,10 +213,9 @@ class HooksFrame(Frame):
             tensors, args, kwargs = self.inputs.bring_back(self.label)
         finally:
             here.reading = reading
-        key = self.key(replay.owner)
-        if isinstance(key, streams.Aside):
-            key.reads(tensors)
-        function = function_then(self)
+        if self.aside is not None and self.aside.owner is replay.owner:
+            self.aside.reads(tensors)
+        function = self.function if self.cells is None and self.closure is None else function_then(self)
         hooked = self._hooked(tensors)
         noted = hooks_compat.hooks_on(hooked)
         around, here.replay = here.replay, replay

@@ -71,7 +71,7 @@ def _regrow_for(frame: HooksFrame, slot: Slot, owner: Owner, *, scheduled: bool)
     with frame.lock:
         if frame.aside is not None:  # whoever reads: what is kept for all replays may come from it as well
             frame.join()
-        before, key = frame.replays.get(owner), frame.key(owner)
+        before, key = frame.replays.get(owner), owner if frame.aside is None else frame.key(owner)
         if before is None:
             replay = frame.run(owner, scheduled=scheduled)
             if type(owner) is int:
