@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import regrow
@@ -483,5 +485,43 @@ def test_what_stood_for_parameters_stands_there_whatever_it_is(same_in_any_way, 
         run.backward(out.as_subclass(torch.Tensor).sum())
         assert model[0].bias is None
         return x.grad, *(tensor.grad.as_subclass(torch.Tensor) for tensor in given.values())
+
+    same_in_any_way(program)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("now", ["none", "another"])
+def test_a_distributed_parameter_that_another_object_stands_for(same_grads, now):
+    """Rule 24: one that is cut the same way, or none, is no shard of it: forward's stands there in the replay."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def shared(tensor):
+        return nn.Parameter(distribute_tensor(tensor, mesh))
+
+    def program(call):
+        layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+        layer.weight, layer.bias = shared(layer.weight.detach()), shared(layer.bias.detach())
+        was = layer.bias
+        out = call(lambda t: layer(t).sin(), distribute_tensor(x, mesh))
+        layer.bias = None if now == "none" else shared(torch.full((4,), 3.0))
+        out.sum().backward()
+        return x.grad, layer.weight.grad.full_tensor(), was.grad.full_tensor()
+
+    same_grads(program)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_plain_tensors_stand_for_distributed_parameters(same_in_any_way):
+    """Rule 24: what `functional_call` puts in their place is no parameter, so no shard either."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def program(run):
+        model, weight, x = Tied(run), torch.eye(2).requires_grad_(), torch.ones(1, 2).requires_grad_()
+        bias = torch.zeros(2).requires_grad_()
+        for name in ("weight", "bias"):
+            setattr(model.layer, name, nn.Parameter(distribute_tensor(getattr(model.layer, name).detach(), mesh)))
+        out = torch.func.functional_call(model, {"layer.weight": weight, "layer.bias": bias}, (x,))
+        run.backward(out.sum())
+        return x.grad, weight.grad, bias.grad
 
     same_in_any_way(program)

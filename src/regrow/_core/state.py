@@ -29,6 +29,8 @@ _requires_grad = attrgetter("requires_grad")
 _is_leaf = attrgetter("is_leaf")
 
 
+_CUT = ("device_mesh", "placements")  # how a DTensor is cut into shards
+
 Children = list[tuple[nn.Module, dict[str, "nn.Module | None"]]]
 Places = list[tuple[nn.Module, dict[str, "nn.Parameter | None"]]]
 
@@ -307,12 +309,13 @@ def _swap_parameters(wanted: Places) -> Places:
 def _differ(here: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
     """Whether modules have other parameters; not if one is cut into shards otherwise: whoever does that swaps them."""
     other = [(here.get(name), then.get(name)) for name in {**here, **then} if here.get(name) is not then.get(name)]
-    return other != [] and not any(_cut(one) != _cut(another) for one, another in other)
+    return other != [] and not any(_swapped(one, another) for one, another in other)
 
 
-def _cut(tensor: Any) -> tuple[Any, Any]:
-    """How a DTensor is cut; nothing for any other."""
-    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+def _swapped(one: Any, another: Any) -> bool:
+    """Whether these are a parameter and its shards. What merely stands for a parameter is neither."""
+    parameters = isinstance(one, nn.Parameter) and isinstance(another, nn.Parameter)
+    return parameters and any(getattr(one, name, None) != getattr(another, name, None) for name in _CUT)
 
 
 def _same(module: nn.Module, children: dict[str, nn.Module | None]) -> bool:

@@ -6,7 +6,6 @@ Values of different owners are the same, so whichever is there is read.
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import ref
 
 import torch
@@ -51,12 +50,11 @@ class Places:
             places.append(ref(place))
             return place
 
-        def unpack(place: Any) -> torch.Tensor:
+        def unpack(place: Place) -> torch.Tensor:
             value, version = next(iter(place.values.values()))
             if compat.version_of(value) != version:
                 raise ValueChangedError(label, None)
-            tensor: torch.Tensor = value
-            return tensor
+            return value
 
         return pack, unpack
 
